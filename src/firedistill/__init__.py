@@ -1,0 +1,34 @@
+"""Feedback-based on-policy self-distillation of language models that stays stable: FIRE, its ablations, its baselines.
+
+from firedistill import SelfDistillConfig, SelfDistillTrainer
+
+SelfDistillTrainer(args=SelfDistillConfig(model="smollm2", task="arithmetic")).train()
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from firedistill.feedback import FeedbackField
+from firedistill.tasks import Example, Task, Verdict, load_task
+
+if TYPE_CHECKING:
+    from firedistill.config import SelfDistillConfig
+    from firedistill.trainer import SelfDistillTrainer
+
+__version__ = "0.1.0"
+
+__all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer", "Task", "Verdict", "load_task"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch and transformers only when it is asked for: tasks and verifiers start at once."""
+    if name == "SelfDistillConfig":
+        from firedistill.config import SelfDistillConfig
+
+        return SelfDistillConfig
+    if name == "SelfDistillTrainer":
+        from firedistill.trainer import SelfDistillTrainer
+
+        return SelfDistillTrainer
+    raise AttributeError(f"module 'firedistill' has no attribute {name!r}")

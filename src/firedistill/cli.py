@@ -1,0 +1,249 @@
+"""The command line: `firedistill warmstart | train | eval | inspect | report`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from firedistill.config import SelfDistillConfig
+
+EPILOGUE = """\
+examples:
+  firedistill warmstart quickstart-warmstart
+  firedistill train quickstart --seed 1
+  firedistill train gsm8k-qwen2.5-1.5b --data_dir data --max_steps 50
+  firedistill train runs/my-run --resume
+  firedistill eval runs/my-run --eval_size 500
+  firedistill inspect runs/my-run --example 3
+  firedistill report runs/a runs/b -o curves.png
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for a user's mistake, told in one line."""
+    parser = argparse.ArgumentParser(
+        prog="firedistill",
+        description="Feedback-based on-policy self-distillation that stays stable.",
+        epilog=EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, add_help=False)
+        command.add_argument("rest", nargs=argparse.REMAINDER)
+    parsed, unknown = parser.parse_known_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        return COMMANDS[parsed.command][0](unknown + parsed.rest, console)
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; a run with a checkpoint goes on with --resume", style="yellow")
+        return 130
+    except (ValueError, FileNotFoundError) as error:
+        # Everything that a user can get wrong is a ValueError with a message that says so; the rest keeps its traceback.
+        if os.environ.get("FIREDISTILL_TRACEBACK"):
+            raise
+        Console(stderr=True).print(
+            f"firedistill {parsed.command}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        return 2
+
+
+def train_command(arguments: Sequence[str], console: Console) -> int:
+    from firedistill.config import SelfDistillConfig
+    from firedistill.trainer import SelfDistillTrainer
+
+    return run_training(SelfDistillConfig, SelfDistillTrainer, arguments, console, "train")
+
+
+def warmstart_command(arguments: Sequence[str], console: Console) -> int:
+    from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
+
+    return run_training(WarmStartConfig, WarmStartTrainer, arguments, console, "warmstart")
+
+
+def run_training(config_class: type, trainer_class: type, arguments: Sequence[str], console: Console, command: str) -> int:
+    if wants_help(arguments):
+        print_help(config_class, console, command, everything="--help-all" in arguments)
+        return 0
+    arguments = list(arguments)
+    resume = "--resume" in arguments
+    if resume:
+        arguments.remove("--resume")
+    config = config_of(config_class, arguments)
+    quiet_libraries()
+    folder = Path(config.output_dir)
+    if not resume and (folder / "adapter").exists():
+        raise ValueError(f"{folder} holds a finished run; choose another --output_dir, or remove it")
+
+    from firedistill.display import ConsoleReport, before_and_after
+    from firedistill.report.curves import plot_runs
+
+    console.print(
+        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", highlight=False
+    )
+    trainer = trainer_class(args=config)
+    report = ConsoleReport(trainer, console)
+    trainer.add_callback(report)
+    trainer.train(resume_from_checkpoint=resume or None)
+    if len(report.evaluations) > 1:
+        console.print(before_and_after(report.evaluations))
+    picture = plot_runs([folder], folder / "curves.png")
+    skipped = trainer.counters["skipped_updates"]
+    if skipped:
+        console.print(f"{skipped} of {config.max_steps} steps had nothing to train on or no finite gradient and were skipped")
+    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", highlight=False)
+    return 0
+
+
+def eval_command(arguments: Sequence[str], console: Console) -> int:
+    """Evaluate a model, an adapter or a run on the held-out problems of its task."""
+    if wants_help(arguments):
+        console.print(
+            "firedistill eval RUN|RECIPE [--initial_adapter DIR] [--task NAME] [--eval_size N] ...\n\n"
+            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train.",
+            markup=False,
+        )
+        return 0
+    from firedistill.display import accuracy_line
+
+    trainer = trainer_for(arguments)
+    quiet_libraries()
+    trainer.run_log = None  # an evaluation on its own is no part of the run
+    with console.status("evaluating") as status:
+        trainer.on_progress = lambda phase, done, total: status.update(f"{phase} {done}/{total}")
+        metrics = trainer.evaluate()
+    console.print(accuracy_line(metrics), highlight=False)
+    for name, value in metrics.items():
+        if name.startswith("eval_accuracy_"):
+            console.print(f"  {name.removeprefix('eval_accuracy_')}: {value:.1%}", highlight=False)
+    return 0
+
+
+def inspect_command(arguments: Sequence[str], console: Console) -> int:
+    """Show one example with everything that FIRE computes about it."""
+    if wants_help(arguments):
+        console.print(
+            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n\n"
+            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token.",
+            markup=False,
+        )
+        return 0
+    from firedistill.inspection import inspect_example, print_inspection
+
+    arguments = list(arguments)
+    index = int(take_option(arguments, "example", "0"))
+    split = take_option(arguments, "split", "eval")
+    trainer = trainer_for(arguments)
+    examples = trainer.task.examples(split, index + 1, trainer.args.eval_subset_seed, trainer.args.data_dir)
+    if index >= len(examples):
+        raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
+    print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
+    return 0
+
+
+def report_command(arguments: Sequence[str], console: Console) -> int:
+    """Draw the curves of runs."""
+    parser = argparse.ArgumentParser(prog="firedistill report", description="Curves of one or several runs as a picture.")
+    parser.add_argument("runs", nargs="+", help="run directories")
+    parser.add_argument("-o", "--output", default="curves.png", help="picture to write (.png, .svg, .pdf)")
+    options = parser.parse_args(list(arguments))
+    from firedistill.report.curves import plot_runs
+
+    console.print(f"wrote {plot_runs(options.runs, options.output)}", highlight=False)
+    return 0
+
+
+COMMANDS = {
+    "warmstart": (
+        warmstart_command,
+        "supervised fine-tuning of the adapter on gold solutions, so that there is something to distil",
+    ),
+    "train": (train_command, "train with FIRE or another method"),
+    "eval": (eval_command, "greedy accuracy on held-out problems"),
+    "inspect": (inspect_command, "one example: prompts, response, feedback, and a per-token table"),
+    "report": (report_command, "the curves of runs as a picture"),
+}
+
+
+def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -> SelfDistillConfig:
+    """`[RECIPE] [--option value ...]` to settings."""
+    from firedistill.options import build_config, parse_overrides
+
+    arguments = list(arguments)
+    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
+    return build_config(config_class, recipe, parse_overrides(arguments))
+
+
+def trainer_for(arguments: Sequence[str]):
+    """A trainer that will not train: the model, adapter and task of a run directory or recipe."""
+    from firedistill.config import SelfDistillConfig
+    from firedistill.trainer import SelfDistillTrainer
+
+    arguments = list(arguments)
+    run = Path(arguments[0]) if arguments and not arguments[0].startswith("--") else None
+    given = any(a.startswith(("--initial_adapter", "--initial-adapter")) for a in arguments)
+    if run is not None and (run / "adapter").is_dir() and not given:
+        arguments += ["--initial_adapter", str(run / "adapter")]
+    quiet_libraries()
+    return SelfDistillTrainer(args=config_of(SelfDistillConfig, arguments))
+
+
+def take_option(arguments: list[str], name: str, default: str) -> str:
+    """Remove `--name value` from the arguments; the value, or the default."""
+    if f"--{name}" not in arguments:
+        return default
+    position = arguments.index(f"--{name}")
+    if position + 1 == len(arguments):
+        raise ValueError(f"--{name} needs a value")
+    value = arguments[position + 1]
+    del arguments[position : position + 2]
+    return value
+
+
+def wants_help(arguments: Sequence[str]) -> bool:
+    return any(a in {"-h", "--help", "--help-all"} for a in arguments)
+
+
+def print_help(config_class: type, console: Console, command: str, everything: bool) -> None:
+    """Our options by group; the inherited ones only on request."""
+    from dataclasses import fields
+
+    from firedistill.options import built_in_recipes, default_of, option_groups
+
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume]", ""]
+    out += ["RECIPE is a YAML file, a run directory, or one of:"]
+    out += textwrap.wrap(", ".join(built_in_recipes()), 100, initial_indent="  ", subsequent_indent="  ")
+    out += ["--resume goes on from the last checkpoint of the run directory."]
+    ours: set[str] = set()
+    for group, options in option_groups(config_class).items():
+        out += ["", f"{group}:"]
+        for option in options:
+            ours.add(option.name)
+            out += [f"  --{option.name} ({default_of(option)})"]
+            out += textwrap.wrap(option.metadata["help"], 100, initial_indent="      ", subsequent_indent="      ")
+    inherited = [f for f in fields(config_class) if f.init and f.name not in ours]
+    out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
+    if everything:
+        out += textwrap.wrap(", ".join(f.name for f in inherited), 100, initial_indent="  ", subsequent_indent="  ")
+    console.print("\n".join(out), markup=False, highlight=False)
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' own bars and notes to developers off the screen; their warnings to users stay."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

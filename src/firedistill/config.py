@@ -1,0 +1,241 @@
+"""Every setting of a run, on top of `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import TrainingArguments
+
+from firedistill.prompts import TokenBudget
+from firedistill.rollouts.engine import Sampling
+
+LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def _option(group: str, default: Any, text: str, **metadata: Any) -> Any:
+    metadata = {"help": text, "group": group, **metadata}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def training_setting(default: Any, text: str) -> Any:
+    return _option("What to train", default, text)
+
+
+def method_setting(default: Any, text: str) -> Any:
+    return _option("Method", default, text)
+
+
+def rollout_setting(default: Any, text: str) -> Any:
+    return _option("Rollouts", default, text)
+
+
+def model_setting(default: Any, text: str) -> Any:
+    return _option("Model and adapter", default, text)
+
+
+def optimisation_setting(default: Any, text: str) -> Any:
+    return _option("Optimisation", default, text)
+
+
+def run_setting(default: Any, text: str) -> Any:
+    return _option("Evaluation and the run directory", default, text)
+
+
+@dataclass
+class SelfDistillConfig(TrainingArguments):
+    """Settings of `SelfDistillTrainer`: the fields below, and every field of `transformers.TrainingArguments`.
+
+    The defaults are the paper's shared settings. A YAML recipe has these names as its keys.
+
+    Raises:
+        ValueError: a value that cannot be meant; the message names the option.
+    """
+
+    # --- What to train
+    model: str = training_setting(
+        "smollm2", "Hub id, local folder or .gguf file of an instruct model; 'smollm2' is SmolLM2-135M-Instruct."
+    )
+    task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
+    method: str = training_setting("fire", "Objective: fire, full_context, an ablation, or a dotted path module:Class.")
+    data_dir: str | None = training_setting(
+        None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet)."
+    )
+    train_size: int | None = training_setting(None, "Problems in the training pool; all of the split if not given.")
+
+    # --- Method
+    nominal_learning_rate: float | None = method_setting(
+        None,
+        "FIRE's nominal rate a_0: the radius shrinks while the learning rate is above it. The peak learning rate if not given.",
+    )
+    ema_rate: float = method_setting(0.03, "1 - mu, the weight of the new student in each update of the EMA teacher.")
+    log_prob_floor: float | None = method_setting(
+        math.log(1e-10), "Floor on normalised teacher log-probabilities (natural log); 'none' turns it off."
+    )
+    score_temperature: float = method_setting(1.0, "Temperature of the scored distributions of student and teacher.")
+    drop_unfinished_rollouts: bool = method_setting(
+        False, "Leave rollouts without end-of-sequence or without a well-formed answer line out of training (not out of N)."
+    )
+
+    # --- Rollouts
+    temperature: float = rollout_setting(0.8, "Sampling temperature.")
+    top_p: float = rollout_setting(0.95, "Nucleus mass; 1 is off.")
+    top_k: int = rollout_setting(0, "Sample from the k most likely tokens only; 0 is off, whatever the checkpoint says.")
+    repetition_penalty: float = rollout_setting(1.0, "1 is off, whatever the checkpoint says.")
+    max_new_tokens: int = rollout_setting(384, "Tokens sampled at most per response.")
+    max_prompt_tokens: int = rollout_setting(
+        1280, "A longer student prompt leaves its example out; counted and named in the log."
+    )
+    max_feedback_tokens: int = rollout_setting(768, "Longer feedback is cut field by field, with a visible mark.")
+    max_context_tokens: int = rollout_setting(2560, "Prompt and response together; a longer prompt leaves its example out.")
+    rollout_batch_size: int = rollout_setting(32, "Prompts per generate call.")
+
+    # --- Model and adapter
+    model_dtype: str = model_setting(
+        "bfloat16", "Data type of the base model: bfloat16, float16 or float32. LoRA factors are float32."
+    )
+    quantization: str | None = model_setting(None, "'nf4' loads the base model in 4 bits (needs the extra [quant]).")
+    initial_adapter: str | None = model_setting(None, "Folder of a LoRA adapter to continue from, for instance a warm start.")
+    lora_r: int = model_setting(16, "Rank of the LoRA factors.")
+    lora_alpha: int = model_setting(32, "LoRA scaling.")
+    lora_dropout: float = model_setting(0.0, "LoRA dropout.")
+    lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
+    gradient_checkpointing: bool | None = model_setting(
+        True, "Recompute activations in the backward pass: less memory, about a fifth slower."
+    )
+    score_tokens_per_forward: int = model_setting(8192, "Padded tokens per forward pass of the teacher.")
+
+    # --- Optimisation
+    max_steps: int = optimisation_setting(200, "Optimizer steps.")
+    learning_rate: float = optimisation_setting(4e-6, "Peak learning rate.")
+    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up (a share of all steps if below 1).")
+    lr_scheduler_type: str = optimisation_setting("cosine", "After the warm-up: 'cosine' or 'constant'.")
+    per_device_train_batch_size: int = optimisation_setting(
+        8, "Responses per micro-batch and device; changes memory, not the result."
+    )
+    gradient_accumulation_steps: int = optimisation_setting(1, "Micro-batches per optimizer step.")
+    weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.")
+    adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.")
+    max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm.")
+    seed: int = optimisation_setting(0, "Seed of everything: data order, adapter, sampling.")
+
+    # --- Evaluation and the run directory
+    output_dir: str | None = run_setting(None, "The run directory; runs/<task>-<method>-seed<seed> if not given.")
+    eval_steps: float | None = run_setting(25, "Evaluate every so many steps, and always before the first and after the last.")
+    eval_size: int = run_setting(192, "Held-out problems; 0 turns evaluation off.")
+    eval_subset_seed: int = run_setting(0, "Seed that picks the held-out problems; the same for all training seeds.")
+    eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.")
+    save_steps: float = run_setting(50, "Write a checkpoint every so many steps.")
+    save_total_limit: int | None = run_setting(2, "Keep this many checkpoints.")
+    report_to: None | str | list[str] = run_setting("none", "Trackers: trackio, wandb, tensorboard, ...")
+    log_rollouts: bool = run_setting(True, "Write every step's rollouts to rollouts/*.parquet.")
+
+    # --- Settings of TrainingArguments that a self-distillation run needs otherwise
+    eval_strategy: str = field(default="steps", metadata={"help": "Do not change; use eval_size and eval_steps."})
+    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
+    logging_steps: float = field(default=1, metadata={"help": "Report to trackers every so many steps."})
+    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Do not change; batches hold no tensors."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Do not change; examples are no columns."})
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            task = self.task.replace(":", "-").replace("/", "-")
+            self.output_dir = str(Path("runs") / f"{task}-{self.method.replace(':', '-')}-seed{self.seed}")
+        self._check()
+        if self.eval_size == 0:
+            self.eval_strategy, self.eval_on_start = "no", False
+        # Recent versions of transformers call the same thing activation checkpointing, and warn of this name.
+        checkpointing, self.gradient_checkpointing = bool(self.gradient_checkpointing), None
+        super().__post_init__()
+        self.gradient_checkpointing = self.activation_checkpointing = checkpointing
+
+    def _check(self) -> None:
+        """Refuse what cannot be meant, naming the option and the mend."""
+        above_zero = (
+            "max_steps max_new_tokens max_prompt_tokens max_feedback_tokens max_context_tokens rollout_batch_size eval_batch_size "
+            "score_tokens_per_forward lora_r learning_rate score_temperature per_device_train_batch_size gradient_accumulation_steps"
+        )
+        for name in above_zero.split():
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        rules = [
+            (0 < self.ema_rate <= 1, "ema_rate", "1 - mu lies in (0, 1]; the paper uses 0.03 and 0.01"),
+            (
+                self.nominal_learning_rate is None or self.nominal_learning_rate > 0,
+                "nominal_learning_rate",
+                "a_0 must be above 0",
+            ),
+            (self.temperature >= 0, "temperature", "0 is greedy, above 0 samples"),
+            (0 < self.top_p <= 1, "top_p", "expected a share in (0, 1]"),
+            (self.log_prob_floor is None or self.log_prob_floor < 0, "log_prob_floor", "a natural logarithm below 0, or none"),
+            (str(self.lr_scheduler_type) in {"cosine", "constant"}, "lr_scheduler_type", "expected 'cosine' or 'constant'"),
+            (self.model_dtype in {"bfloat16", "float16", "float32"}, "model_dtype", "expected bfloat16, float16 or float32"),
+            (self.quantization in {None, "nf4"}, "quantization", "expected 'nf4', or leave it out"),
+            (self.eval_size >= 0, "eval_size", "0 turns evaluation off"),
+            (self.train_size is None or self.train_size > 0, "train_size", "leave it out to use the whole split"),
+            (
+                self.max_new_tokens < self.max_context_tokens,
+                "max_new_tokens",
+                f"it must leave room for a prompt within max_context_tokens ({self.max_context_tokens})",
+            ),
+        ]
+        for holds, name, mend in rules:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: {mend}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """The law of the training rollouts."""
+        return Sampling(self.temperature, self.top_p, self.max_new_tokens, self.top_k, self.repetition_penalty)
+
+    @property
+    def greedy(self) -> Sampling:
+        """The law of the evaluation."""
+        return Sampling(0.0, 1.0, self.max_new_tokens, 0, self.repetition_penalty)
+
+    @property
+    def budget(self) -> TokenBudget:
+        return TokenBudget(self.max_prompt_tokens, self.max_feedback_tokens, self.max_context_tokens)
+
+    def resolved(self) -> dict[str, Any]:
+        """All of our settings, and those inherited ones that differ from their defaults, as plain YAML values."""
+        defaults = {f.name: f.default for f in fields(TrainingArguments) if f.default is not MISSING}
+        ours = {f.name for f in fields(type(self)) if "group" in f.metadata}
+        values = self.to_dict()
+        return {
+            name: value
+            for name, value in values.items()
+            if name in ours or (name in defaults and value != defaults[name] and name not in DERIVED_OPTIONS)
+        }
+
+    def save_yaml(self, path: str | Path) -> None:
+        """Write the resolved settings; `firedistill train` takes the file as a recipe."""
+        Path(path).write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+# Inherited settings that `__post_init__` derives from others; written out, they would contradict a later change.
+DERIVED_OPTIONS = {
+    "activation_checkpointing",
+    "logging_dir",
+    "run_name",
+    "disable_tqdm",
+    "eval_strategy",
+    "eval_on_start",
+    "logging_steps",
+    "remove_unused_columns",
+    "dataloader_pin_memory",
+    "logging_strategy",
+    "local_rank",
+    "accelerator_config",
+    "gradient_checkpointing_kwargs",
+    "activation_checkpointing_kwargs",
+    "resume_from_checkpoint",
+    "lr_scheduler_kwargs",
+    "fsdp_config",
+    "debug",
+}

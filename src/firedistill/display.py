@@ -1,0 +1,115 @@
+"""What a person sees while a run goes on: a bar, a line per step, accuracies, and where everything is in the end."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from transformers import TrainerCallback
+
+# Column title, key in metrics.jsonl, format; a column shows where the method has the value.
+COLUMNS = [
+    ("step", "step", "{:>4}"),
+    ("loss", "loss", "{:>8.4f}"),
+    ("|grad|", "grad_norm", "{:>7.3f}"),
+    ("correct", "correct_rate", "{:>7.0%}"),
+    ("tokens", "response_length", "{:>6.1f}"),
+    ("over rho", "chi_active", "{:>8.1%}"),
+    ("eta", "eta", "{:>6.3f}"),
+    ("beta", "beta", "{:>6.3f}"),
+    ("s/step", "train_seconds", "{:>6.1f}"),
+]
+
+
+class ConsoleReport(TrainerCallback):
+    """A progress bar (on a terminal) and a compact line per step and evaluation.
+
+    Args:
+        trainer: the trainer to watch.
+        console: where to print.
+    """
+
+    def __init__(self, trainer: Any, console: Console):
+        self.trainer, self.console = trainer, console
+        self.columns: list[tuple[str, str, str]] = []
+        self.evaluations: list[dict[str, float]] = []
+        trainer.on_progress = self.phase
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[phase]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.bar = None
+
+    def phase(self, name: str, done: int, total: int) -> None:
+        if self.bar is not None:
+            self.progress.update(self.bar, phase=f"{name} {done}/{total}")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.progress.start()
+        self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.progress.stop()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        metrics = self.trainer.last_metrics
+        available = [column for column in COLUMNS if column[1] in metrics]
+        if not self.columns or {c[1] for c in available} - {c[1] for c in self.columns}:
+            # FIRE's branches report what they had; once a column has been seen it stays.
+            self.columns = [c for c in COLUMNS if c in available or c in self.columns]
+            self.print("  ".join(title.rjust(width(form)) for title, _, form in self.columns), style="bold")
+        line = "  ".join(
+            form.format(metrics[key]) if key in metrics and metrics[key] == metrics[key] else "-".rjust(width(form))
+            for _, key, form in self.columns
+        )
+        if metrics["skipped_update"]:
+            line += "  skipped: " + (
+                "no rollout to train on" if math.isfinite(metrics["grad_norm"]) else "the gradient is not finite"
+            )
+        self.print(line)
+        self.progress.update(self.bar, completed=state.global_step, phase="")
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if metrics and metrics.get("eval_n"):
+            self.evaluations.append({"step": state.global_step, **metrics})
+            self.print(f"held-out, step {state.global_step}: {accuracy_line(metrics)}", style="cyan")
+
+    def print(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def width(form: str) -> int:
+    return int(form.removeprefix("{:>").split(".")[0].rstrip("}"))
+
+
+def accuracy_line(metrics: dict[str, float], prefix: str = "eval_") -> str:
+    """`21.4 % ± 3.0 right (lenient 23.4 %, well-formed 98.4 %, 17.1 tokens, n 192)`."""
+    value = {name.removeprefix(prefix): number for name, number in metrics.items()}
+    return (
+        f"{value['accuracy']:.1%} ± {value['stderr']:.1%} right "
+        f"(lenient {value['lenient_accuracy']:.1%}, well-formed {value['well_formed_rate']:.1%}, "
+        f"{value['response_length']:.1f} tokens, n {value['n']:.0f})"
+    )
+
+
+def before_and_after(evaluations: list[dict[str, float]]) -> Table:
+    """The first and the last evaluation side by side."""
+    table = Table(title="held-out accuracy, greedy")
+    for title in ("", "before", "after"):
+        table.add_column(title, justify="right" if title else "left")
+    first, last = evaluations[0], evaluations[-1]
+    rows = [("right", "eval_accuracy"), ("right, lenient", "eval_lenient_accuracy"), ("well-formed", "eval_well_formed_rate")]
+    for title, key in rows:
+        error = [f" ± {row['eval_stderr']:.1%}" if key == "eval_accuracy" else "" for row in (first, last)]
+        table.add_row(title, f"{first[key]:.1%}{error[0]}", f"{last[key]:.1%}{error[1]}")
+    table.add_row("tokens per response", f"{first['eval_response_length']:.1f}", f"{last['eval_response_length']:.1f}")
+    return table

@@ -1,0 +1,127 @@
+"""One example under the microscope: prompt, response, verdict, feedback, teacher views, and what FIRE makes of every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from firedistill.evaluation import answer_examples
+from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
+from firedistill.objectives.objective import chunks
+from firedistill.prompts import fit_feedback, student_messages, teacher_messages
+from firedistill.rollouts.engine import Rollout
+from firedistill.scoring.scorer import score_responses
+from firedistill.tasks import Example
+from firedistill.trainer import SelfDistillTrainer
+
+
+@dataclass
+class Inspection:
+    """A judged rollout with its feedback, and per token of its response the quantities of both branches."""
+
+    rollout: Rollout
+    tokens: list[str]
+    target: FireTarget
+    beta: torch.Tensor
+
+
+@torch.no_grad()
+def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0) -> Inspection:
+    """Sample one response and score it with the student and every teacher view.
+
+    The incorrect branch is computed for a correct response too (and the other way round): looking costs nothing.
+
+    Raises:
+        ValueError: the prompt is over the budget, or the response is empty.
+    """
+    args, encoder = trainer.args, trainer.encoder
+    rollouts, _ = answer_examples(
+        trainer.rollout_engine, trainer.task, encoder, [example], args.sampling, args.budget, seed=seed
+    )
+    if not rollouts or not rollouts[0].response_ids:
+        raise ValueError(f"{example.uid}: the prompt is over the budget, or the response is empty")
+    rollout = rollouts[0]
+    feedback = trainer.task.feedback(example, rollout.response.text, rollout.verdict)
+    rollout.feedback, _ = fit_feedback(feedback, encoder, args.max_feedback_tokens)
+
+    views = ["full", *range(len(rollout.feedback))]
+    prompts = [trainer.view_ids(rollout, view) for view in views]
+    trainer.model.eval()
+    student = score_responses(trainer.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
+    with trainer.teacher.applied():
+        states = score_responses(
+            trainer.model, prompts, [rollout.response_ids] * len(views), max_tokens=args.score_tokens_per_forward
+        )
+    teacher = [states.select([row]).hidden for row in range(len(views))]
+    token_ids = torch.tensor(rollout.response_ids, device=student.device)
+    targets, betas = [], []
+    for rows in chunks(len(token_ids), trainer.head.vocabulary_size):
+        logits = trainer.head(student[rows])
+        full, *without = (trainer.head(view[rows]) for view in teacher)
+        loo_logits = torch.stack(without) if without else None
+        targets.append(
+            fire_target(logits, full, loo_logits, log_prob_floor=args.log_prob_floor, attribution=loo_logits is not None)
+        )
+        betas.append(sft_weight(logits, token_ids[rows]))
+    joined = {
+        name: torch.cat([getattr(t, name) for t in targets], dim=-1 if name != "log_probs" else 0)
+        for name in FireTarget.__dataclass_fields__
+        if name != "log_probs"
+    }
+    tokens = [trainer.processing_class.decode([token]) for token in rollout.response_ids]
+    return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
+
+
+def print_inspection(inspection: Inspection, trainer: SelfDistillTrainer, console: Console, views: bool = True) -> None:
+    """Everything about the example, in the order in which it comes about. Text of models and datasets is never markup."""
+    rollout = inspection.rollout
+    verdict = rollout.verdict
+
+    def panel(text: str, title: str) -> None:
+        console.print(Panel(escape(text), title=title, title_align="left"))
+
+    panel(trainer.encoder.render(student_messages(trainer.task, rollout.example)), f"student prompt, {rollout.example.uid}")
+    panel(
+        rollout.response.text,
+        f"response, {len(rollout.response_ids)} tokens{'' if rollout.response.finished else ', unfinished'}",
+    )
+    panel(
+        f"correct: {verdict.correct}\nsubmitted: {verdict.submitted}\nexpected: {verdict.expected}\n"
+        f"well-formed: {verdict.well_formed}\nright by a lenient reading: {verdict.lenient_correct}",
+        "verdict",
+    )
+    for number, field in enumerate(rollout.feedback, start=1):
+        panel(field.text, f"feedback field {number}, {field.name}")
+    if views:
+        for view in ["full", *range(len(rollout.feedback)), "none"]:
+            title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
+            message = teacher_messages(trainer.task, rollout.example, rollout.feedback, view)[0]["content"]
+            panel(message, f"teacher message, {title} ({len(trainer.view_ids(rollout, view))} tokens)")
+    console.print(token_table(inspection))
+
+
+def token_table(inspection: Inspection) -> Table:
+    """Radius, gate, attribution and contraction of every response token; tokens over the radius stand out."""
+    target, names = inspection.target, [field.name for field in inspection.rollout.feedback]
+    branch = "correct: beta applies" if inspection.rollout.verdict.correct else "incorrect: chi, alpha, eta apply"
+    table = Table(title=f"per token ({branch})")
+    table.add_column("token")
+    for title in ["rho", "|g_c|", "chi", "alpha full", *(f"alpha {name}" for name in names), "eta", "beta"]:
+        table.add_column(title, justify="right")
+    for t, token in enumerate(inspection.tokens):
+        alphas = [f"{float(a):.3f}" for a in target.alpha[:, t]]
+        values = [float(target.rho[t]), float(target.energy[t]) ** 0.5, float(target.chi[t])]
+        table.add_row(
+            escape(repr(token)[1:-1]),
+            *(f"{value:.4f}" for value in values),
+            *alphas,
+            f"{float(target.eta[t]):.3f}",
+            f"{float(inspection.beta[t]):.3f}",
+            style="bold yellow" if target.chi[t] > 0 else None,
+        )
+    return table

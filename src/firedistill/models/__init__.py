@@ -1,0 +1,1 @@
+"""The student and its EMA teacher."""

@@ -1,0 +1,96 @@
+"""The EMA teacher: a float32 shadow of the trainable parameters over the one base model (eq. sdpo_updates)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+
+class EMATeacher:
+    """Exponential moving average of the student's trainable parameters (for LoRA: of A and B, not of their product).
+
+    At the start it is an exact copy of the student. It has no module of its own: `applied` lends its weights to the student's
+    modules for the length of a forward pass, so one base model serves both.
+
+    Args:
+        model: the student, with its adapter already in place.
+        rate: `1 - mu`, the weight of the new student in each update.
+
+    Raises:
+        ValueError: nothing is trainable, or the rate is outside (0, 1].
+    """
+
+    def __init__(self, model: nn.Module, rate: float):
+        if not 0 < rate <= 1:
+            raise ValueError(f"ema_rate is {rate}; it is 1 - mu, the weight of the new student, and lies in (0, 1]")
+        self.rate = rate
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError("the model has no trainable parameter; add an adapter before the teacher is made")
+        self.shadow: dict[str, Tensor] = {}
+        self.copy_student()
+
+    @torch.no_grad()
+    def copy_student(self) -> None:
+        """Make the teacher an exact float32 copy of the student."""
+        self.shadow = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """`teacher <- mu teacher + (1 - mu) student`; to be called after each executed optimizer update."""
+        students = [p.detach().float() for p in self.parameters.values()]
+        torch._foreach_lerp_(list(self.shadow.values()), students, self.rate)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Run the student's modules with the teacher's weights, without gradient. The student's tensors are put back untouched."""
+        student = {name: p.data for name, p in self.parameters.items()}
+        try:
+            for name, p in self.parameters.items():
+                p.data = self.shadow[name].to(p.dtype)
+            with torch.no_grad():
+                yield
+        finally:
+            for name, p in self.parameters.items():
+                p.data = student[name]
+
+    def values_for(self, module: nn.Module) -> dict[str, Tensor]:
+        """The teacher's values of the trainable parameters of `module`, by their names inside it (tied weights included)."""
+        owner = {id(p): name for name, p in self.parameters.items()}
+        return {
+            name: self.shadow[owner[id(p)]].to(p.dtype)
+            for name, p in module.named_parameters(remove_duplicate=False)
+            if id(p) in owner
+        }
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """Euclidean distance between teacher and student in parameter space."""
+        squares = [(p.detach().float() - self.shadow[name]).square().sum() for name, p in self.parameters.items()]
+        return float(torch.stack(squares).sum().sqrt())
+
+    def save(self, folder: str | Path) -> None:
+        save_file({name: tensor.contiguous() for name, tensor in self.shadow.items()}, Path(folder) / "teacher.safetensors")
+
+    def load(self, folder: str | Path) -> None:
+        """Restore what `save` wrote.
+
+        Raises:
+            FileNotFoundError, ValueError: the checkpoint has no teacher, or one of another model.
+        """
+        path = Path(folder) / "teacher.safetensors"
+        if not path.is_file():
+            raise FileNotFoundError(f"{path} is missing: the checkpoint has no EMA teacher and cannot be resumed exactly")
+        stored = load_file(path)
+        mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
+        mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
+        if mismatch:
+            raise ValueError(
+                f"{path} was made for another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}"
+            )
+        self.shadow = {name: stored[name].to(tensor.device) for name, tensor in self.shadow.items()}

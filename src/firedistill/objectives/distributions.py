@@ -1,0 +1,118 @@
+"""Distributions over the vocabulary and the logit gradients that targets induce, without cancellation.
+
+Every function takes `[..., V]` logits of any leading shape in float32 or float64 and answers in the same dtype. A target may be
+given as log-probabilities or as logits: a constant added to all tokens changes nothing.
+
+Two habits keep small numbers right. The student's most likely token, `top`, is the point of reference: log-ratios are shifted so
+that they are exactly 0 there, because a nearly deterministic student has `1 - p_top` far below the rounding error of `p_top`.
+And `1 - p_top` is the sum of the other probabilities, never a subtraction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Stands in for an infinite log-ratio (a teacher that forbids a token outright). Its square, summed over a vocabulary, is finite.
+LARGEST_LOG_RATIO = {torch.float32: 1e15, torch.float64: 1e100}
+
+
+def finite_logits(logits: Tensor) -> Tensor:
+    """`[..., V]` logits with minus infinity replaced by a value so low that its probability is 0 all the same."""
+    if logits.dtype not in LARGEST_LOG_RATIO:
+        raise TypeError(f"logits must be float32 or float64, not {logits.dtype}; call .float() on them first")
+    return torch.maximum(logits, logits.amax(-1, keepdim=True) - LARGEST_LOG_RATIO[logits.dtype])
+
+
+def log_ratio(logits: Tensor, target: Tensor, top: Tensor) -> Tensor:
+    """`log p - log q` up to a constant that makes it exactly 0 at token `top` (`[..., 1]` indices); `[..., V]`.
+
+    The two differences from the value at `top` are taken with their rounding errors, so that two nearly equal distributions have
+    an accurate ratio even where their logits are large.
+    """
+    student_shift, student_error = _exact_difference(logits, logits.gather(-1, top))
+    target_shift, target_error = _exact_difference(target, target.gather(-1, top))
+    return (student_shift - target_shift) + (student_error - target_error)
+
+
+def centred(probabilities: Tensor, ratio: Tensor) -> Tensor:
+    """`p (d - E_p[d])`, `[..., V]`: the logit gradient of `KL(p || q)` for the log-ratio `d = log p - log q`."""
+    return probabilities * (ratio - (probabilities * ratio).sum(-1, keepdim=True))
+
+
+def induced_gradient(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """Gradient of `KL(softmax(z) || q)` with respect to the student's logits `z` (eq. app_gradient).
+
+    Args:
+        student_logits: `[..., V]`.
+        target_log_probs: `[..., V]` log-probabilities (or logits) of the detached target.
+
+    Returns:
+        `[..., V]`, detached; sums to 0 over the vocabulary.
+    """
+    logits, target = finite_logits(student_logits.detach()), finite_logits(target_log_probs.detach())
+    return centred(logits.softmax(-1), log_ratio(logits, target, logits.argmax(-1, keepdim=True)))
+
+
+def fisher_trace(student_logits: Tensor) -> Tensor:
+    """Trace of the softmax Fisher matrix, `sum_v p_v (1 - p_v) = 1 - ||p||^2` (eq. app_fisher); `[...]`, detached."""
+    probabilities = finite_logits(student_logits.detach()).softmax(-1)
+    top = probabilities.argmax(-1, keepdim=True)
+    others = probabilities.scatter(-1, top, 0.0)
+    top_variance = probabilities.gather(-1, top).squeeze(-1) * others.sum(-1)
+    return top_variance + (others * (1 - others)).sum(-1)
+
+
+def fisher_radius(student_logits: Tensor, step_scale: float = 1.0) -> Tensor:
+    """The radius `rho = sqrt(tr F) / s` with `s = max(1, a_k / a_0)` (eq. fire_radius, app_radius); `[...]`, detached.
+
+    Args:
+        student_logits: `[..., V]`.
+        step_scale: `s`, at least 1.
+    """
+    return fisher_trace(student_logits).sqrt() / step_scale
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy in nats; `[...]`."""
+    log_probs = finite_logits(logits).log_softmax(-1)
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """`KL(softmax(z) || q)` per position (eq. app_reverse_kl), differentiable in `student_logits` only; `[...]`.
+
+    The gradient is `induced_gradient`, in closed form. A target that is not normalised is normalised.
+    """
+    return _ReverseKL.apply(student_logits, target_log_probs.detach())
+
+
+class _ReverseKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+        logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
+        probabilities = logits.softmax(-1)
+        top = logits.argmax(-1, keepdim=True)
+        ratio = log_ratio(logits, target, top)
+        ctx.save_for_backward(centred(probabilities, ratio))
+        # With d the shifted ratio, KL = E_p[d] + log(p_top / q_top), and log(p_top / q_top) = log E_p[exp(-d)]. The second form,
+        # arranged so that first-order parts cancel before they are rounded, is for close distributions; the first for far ones.
+        log_ratio_at_top = logits.log_softmax(-1).gather(-1, top) - target.log_softmax(-1).gather(-1, top)
+        far = (probabilities * ratio).sum(-1) + log_ratio_at_top.squeeze(-1)
+        change = torch.expm1((-ratio).clamp(max=20.0))
+        mean_change = (probabilities * change).sum(-1)
+        near = (probabilities * (ratio + change)).sum(-1) + (torch.log1p(mean_change) - mean_change)
+        return torch.where((-ratio).amax(-1) > 10.0, far, near)
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return grad_output.unsqueeze(-1) * gradient, None
+
+
+def _exact_difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """`a - b` as a rounded difference and its rounding error (Knuth's two-sum)."""
+    difference = a - b
+    b_virtual = a - difference
+    error = (a - (difference + b_virtual)) + (b_virtual - b)
+    return difference, error

@@ -1,0 +1,348 @@
+"""FIRE: Fisher-informed recalibration (paper section "FIRE", Algorithm 1), and its three ablations.
+
+Correct responses are trained by supervised fine-tuning whose per-token weight keeps the logit gradient inside the Fisher radius.
+Wrong responses are distilled towards the EMA teacher that sees the feedback, after that target was re-weighted field by field
+(leave-one-field-out attribution, only where the full target violates the radius) and then contracted onto the radius.
+
+Source: `fire.tex`, equations fire_radius to fire_objective; symbols are the paper's. What is ours: where the gate `chi` is 0 the
+leave-one-out views are not scored, since they cannot matter there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firedistill.objectives.distributions import (
+    centred,
+    entropy,
+    finite_logits,
+    fisher_radius,
+    induced_gradient,
+    log_ratio,
+    reverse_kl,
+)
+from firedistill.objectives.objective import Averages, Chunk, Objective, TrainingBatch, register
+from firedistill.rollouts.engine import Rollout
+from firedistill.scoring.scorer import ResponseStates
+
+
+@dataclass
+class FireTarget:
+    """The target of the incorrect branch and all that led to it. Every tensor is detached.
+
+    Attributes:
+        log_probs: `[..., V]`, log q_FIRE.
+        rho: `[...]`, the radius.
+        energy: `[...]`, E_c, squared norm of the gradient that the full teacher asks for.
+        field_energy: `[B, ...]`, E_j, squared norm of the change when field j is removed.
+        chi: `[...]`, the excess-energy gate in [0, 1).
+        alpha: `[B+1, ...]`, weight of the full teacher, then of the teacher without field j.
+        eta: `[...]`, the radial contraction in (0, 1].
+        loss: `[...]`, KL(p || q_FIRE).
+    """
+
+    log_probs: Tensor
+    rho: Tensor
+    energy: Tensor
+    field_energy: Tensor
+    chi: Tensor
+    alpha: Tensor
+    eta: Tensor
+    loss: Tensor
+
+
+@torch.no_grad()
+def fire_target(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    loo_logits: Tensor | None = None,
+    *,
+    step_scale: float = 1.0,
+    log_prob_floor: float | None = None,
+    attribution: bool = True,
+    projection: bool = True,
+) -> FireTarget:
+    """The recalibrated target of a wrong response (eqs. fire_gradient_energies to fire_final_target).
+
+    Args:
+        student_logits: `[..., V]`, float32 or float64.
+        teacher_logits: `[..., V]`, the EMA teacher with all feedback.
+        loo_logits: `[B, ..., V]`, the EMA teacher without field j; may be None without attribution.
+        step_scale: `s = max(1, a_k / a_0)`.
+        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
+        attribution: False gives the ablation No Attribution (the full teacher, then the projection).
+        projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
+
+    Raises:
+        ValueError: attribution without `loo_logits`, or shapes that do not fit.
+    """
+    if attribution and loo_logits is None:
+        raise ValueError("fire_target with attribution=True needs loo_logits [B, ..., V]; pass attribution=False to go without")
+    if not attribution or loo_logits is None:
+        loo_logits = teacher_logits.new_empty((0, *teacher_logits.shape))
+    if student_logits.shape != teacher_logits.shape or loo_logits.shape[1:] != teacher_logits.shape:
+        raise ValueError(
+            f"student_logits {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)} and loo_logits "
+            f"{tuple(loo_logits.shape)} do not fit: expected [..., V], [..., V] and [B, ..., V]"
+        )
+    z = finite_logits(student_logits)
+    p, top = z.softmax(-1), z.argmax(-1, keepdim=True)
+    q_c = floored(teacher_logits, log_prob_floor)
+    q_without = [floored(view, log_prob_floor) for view in loo_logits]
+
+    rho = fisher_radius(z, step_scale)
+    g_c = centred(p, log_ratio(z, q_c, top))
+    energy = g_c.square().sum(-1)
+    # delta_j = g_c - g_-j needs only the residual between two teacher views (eq. app_field_contrast).
+    delta = [centred(p, log_ratio(view, q_c, top)) for view in q_without]
+    field_energy = torch.stack([d.square().sum(-1) for d in delta]) if delta else energy.new_empty((0, *energy.shape))
+
+    chi = excess_gate(energy, rho)
+    alpha = attribution_weights(chi, field_energy, rho)
+
+    log_q_c = q_c.log_softmax(-1)
+    mixture = alpha[0].unsqueeze(-1) * log_q_c
+    for alpha_j, view in zip(alpha[1:], q_without, strict=True):
+        mixture = mixture + alpha_j.unsqueeze(-1) * view.log_softmax(-1)
+    attributed = ((chi > 0) & (alpha[0] < 1)).unsqueeze(-1)
+    log_q_A = torch.where(attributed, mixture.log_softmax(-1), log_q_c)  # chi = 0: the full teacher, to the bit
+
+    eta = torch.ones_like(rho)
+    log_q_fire = log_q_A
+    if projection:
+        g_A = torch.where(attributed, induced_gradient(z, log_q_A), g_c)
+        eta = contraction(g_A.square().sum(-1).sqrt(), rho)
+        blend = (1 - eta).unsqueeze(-1) * z.log_softmax(-1) + eta.unsqueeze(-1) * log_q_A
+        log_q_fire = torch.where((eta < 1).unsqueeze(-1), blend.log_softmax(-1), log_q_A)
+    return FireTarget(log_q_fire, rho, energy, field_energy, chi, alpha, eta, reverse_kl(z, log_q_fire))
+
+
+def excess_gate(energy: Tensor, rho: Tensor) -> Tensor:
+    """`chi`, the share of the gradient energy E_c beyond the radius; 0 iff `E_c <= rho^2` (eq. fire_evidence)."""
+    outside = energy > rho.square()
+    return torch.where(outside, (energy - rho.square()) / energy.where(outside, torch.ones_like(energy)), 0.0)
+
+
+def attribution_weights(chi: Tensor, field_energy: Tensor, rho: Tensor) -> Tensor:
+    """`alpha` `[B+1, ...]` from the gate and the field energies `[B, ...]` (eq. fire_attribution_weights); alpha_0 = 1 if Z = 0."""
+    evidence = torch.cat([rho.square().unsqueeze(0), chi * field_energy])
+    total = evidence.sum(0)
+    alpha = evidence / total.where(total > 0, torch.ones_like(total))
+    alpha[0] = alpha[0].where(total > 0, torch.ones_like(total))
+    return alpha
+
+
+def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
+    """`eta = min(1, rho / ||g(q_A)||)`, 1 for a gradient of 0 (eq. fire_contraction_coefficient)."""
+    outside = gradient_norm > rho
+    return torch.where(outside, rho / gradient_norm.where(outside, torch.ones_like(rho)), 1.0)
+
+
+def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:
+    """Logits whose normalised log-probabilities are at least the floor; the others keep their value to the bit."""
+    logits = finite_logits(logits)
+    if log_prob_floor is None:
+        return logits
+    return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + log_prob_floor)
+
+
+@torch.no_grad()
+def sft_weight(student_logits: Tensor, token_ids: Tensor, step_scale: float = 1.0) -> Tensor:
+    """`beta = min(1, rho / ||p - e_y||)` of the correct branch (eq. fire_correct); `[...]`, detached.
+
+    Args:
+        student_logits: `[..., V]`.
+        token_ids: `[...]`, the sampled tokens.
+        step_scale: `s = max(1, a_k / a_0)`.
+    """
+    p = finite_logits(student_logits).softmax(-1)
+    others = p.scatter(-1, token_ids.unsqueeze(-1), 0.0)
+    gradient_norm = (others.sum(-1).square() + others.square().sum(-1)).sqrt()  # 1 - p_y is the sum of the others
+    return contraction(gradient_norm, fisher_radius(student_logits, step_scale))
+
+
+@torch.no_grad()
+def half_l1_influence(
+    student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, log_prob_floor: float | None = None
+) -> Tensor:
+    """Half the L1 norm of `g_c - g_-j` per field and token, the score of hard gradient excision; `[B, ...]`."""
+    z = finite_logits(student_logits)
+    p, top = z.softmax(-1), z.argmax(-1, keepdim=True)
+    q_c = floored(teacher_logits, log_prob_floor)
+    ratios = (log_ratio(floored(view, log_prob_floor), q_c, top) for view in loo_logits)
+    return torch.stack([centred(p, ratio).abs().sum(-1) / 2 for ratio in ratios])
+
+
+@torch.no_grad()
+def excised_target(student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Hard gradient excision: the teacher without the field that changes the induced gradient most over the response.
+
+    Args:
+        student_logits, teacher_logits: `[..., T, V]`.
+        loo_logits: `[B, ..., T, V]`.
+        mask: `[..., T]`, true at response tokens.
+
+    Returns:
+        Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
+        field `[...]` of each response (the first one on ties).
+    """
+    influence = half_l1_influence(student_logits, teacher_logits, loo_logits)
+    mask = mask.bool()
+    mean_influence = influence.where(mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
+    removed = mean_influence.argmax(0)
+    index = removed.reshape(1, *removed.shape, 1, 1).expand(1, *loo_logits.shape[1:])
+    return finite_logits(loo_logits.gather(0, index).squeeze(0)).log_softmax(-1), removed
+
+
+@register("fire")
+class Fire(Objective):
+    """The two branches of Algorithm 1 on a micro-batch."""
+
+    attribution = True
+    projection = True
+
+    def needs_teacher(self, rollout: Rollout) -> bool:
+        return not rollout.verdict.correct
+
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        correct = batch.rows(lambda rollout: rollout.verdict.correct)
+        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
+        return self.correct_branch(batch, correct) + self.incorrect_branch(batch, wrong)
+
+    def correct_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
+        """Fisher-weighted on-policy SFT (eq. fire_correct)."""
+        token_ids = batch.token_ids(rows)
+
+        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            y = token_ids[chunk]
+            beta = sft_weight(student_logits, y, batch.step_scale)
+            rho = fisher_radius(student_logits, batch.step_scale)
+            batch.averages.add(beta=beta, clipped_correct=beta < 1, rho=rho, entropy=entropy(student_logits.detach()))
+            return -beta * student_logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+        return batch.token_mean_loss(rows, token_loss)
+
+    def incorrect_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
+        """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
+        (full,) = batch.teacher(rows, ["full"])
+        over = self.rows_over_radius(batch, rows, full) if self.attribution else set()
+        loss = batch.no_loss()
+        for names, group in groups_by_fields(batch, rows).items():
+            for members in ([row for row in group if row not in over], [row for row in group if row in over]):
+                needed = self.attribution and over.intersection(members)
+                views = batch.teacher(members, range(len(names))) if needed else []
+                if self.attribution and not needed:
+                    batch.saved(members, range(len(names)))
+                loss = loss + self.distill(batch, members, full.select([rows.index(row) for row in members]), views, names)
+        return loss
+
+    def rows_over_radius(self, batch: TrainingBatch, rows: list[int], full: ResponseStates) -> set[int]:
+        """Rollouts with a token at which the full teacher violates the radius: only there can another view matter."""
+
+        def over(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            target = floored(batch.teacher_head(full.hidden[chunk]), batch.log_prob_floor)
+            energy = induced_gradient(student_logits, target).square().sum(-1)
+            return energy > fisher_radius(student_logits, batch.step_scale).square()
+
+        return {row for row, tokens in zip(rows, batch.map_tokens(rows, over), strict=True) if tokens.any()}
+
+    def distill(
+        self, batch: TrainingBatch, rows: list[int], full: ResponseStates, without: list[ResponseStates], names: tuple[str, ...]
+    ) -> Tensor:
+        """`KL(p || q_FIRE)` on these rollouts; `without` holds the leave-one-out views, or nothing where chi is 0 throughout."""
+
+        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            teacher_logits = batch.teacher_head(full.hidden[chunk])
+            target = fire_target(
+                student_logits.detach(),
+                teacher_logits,
+                torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without]) if without else None,
+                step_scale=batch.step_scale,
+                log_prob_floor=batch.log_prob_floor,
+                attribution=bool(without),
+                projection=self.projection,
+            )
+            self.report(batch.averages, target, student_logits.detach(), teacher_logits, names)
+            return reverse_kl(student_logits, target.log_probs)
+
+        return batch.token_mean_loss(rows, token_loss)
+
+    def report(
+        self, averages: Averages, target: FireTarget, student_logits: Tensor, teacher_logits: Tensor, names: tuple[str, ...]
+    ) -> None:
+        """Token means of the quantities of the incorrect branch. Field energies exist only where the views were scored."""
+        norm = induced_gradient(student_logits, target.log_probs).square().sum(-1).sqrt()
+        averages.add(
+            rho=target.rho,
+            chi=target.chi,
+            chi_active=target.chi > 0,
+            alpha_full=target.alpha[0],
+            eta=target.eta,
+            projected=target.eta < 1,
+            kl=reverse_kl(student_logits, teacher_logits),
+            entropy=entropy(student_logits),
+        )
+        averages.maximum(max_bound_ratio=(norm / target.rho)[target.rho > 0])
+        for j, name in enumerate(names):
+            scored = j < len(target.field_energy)
+            averages.add(**{f"alpha_{name}": target.alpha[j + 1] if scored else torch.zeros_like(target.rho)})
+            if scored:
+                averages.add(**{f"field_energy_{name}": target.field_energy[j]})
+
+
+def groups_by_fields(batch: TrainingBatch, rows: list[int]) -> dict[tuple[str, ...], list[int]]:
+    """Rollouts by the names of their feedback fields; a task may give some responses more fields than others."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        groups.setdefault(tuple(field.name for field in batch.rollouts[row].feedback), []).append(row)
+    return groups
+
+
+@register("no_attribution")
+class NoAttribution(Fire):
+    """The full teacher, then the radial projection; no leave-one-out view is scored."""
+
+    attribution = False
+
+
+@register("no_projection")
+class NoProjection(Fire):
+    """Target q_A as it is; the gate still uses rho."""
+
+    projection = False
+
+
+@register("hard_gradient_excision")
+class HardGradientExcision(Fire):
+    """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
+
+    def incorrect_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
+        loss = batch.no_loss()
+        for names, group in groups_by_fields(batch, rows).items():
+            full, *without = batch.teacher(group, ["full", *range(len(names))])
+
+            def influence(student_logits: Tensor, chunk: Chunk, full=full, without=without) -> Tensor:
+                loo_logits = torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without])
+                return half_l1_influence(
+                    student_logits, batch.teacher_head(full.hidden[chunk]), loo_logits, batch.log_prob_floor
+                )
+
+            removed = [int(scores.mean(-1).argmax()) for scores in batch.map_tokens(group, influence)]
+            for j, name in enumerate(names):
+                batch.averages.add(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
+            target = ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
+
+            def token_loss(student_logits: Tensor, chunk: Chunk, full=full, target=target) -> Tensor:
+                log_probs = floored(batch.teacher_head(target.hidden[chunk]), batch.log_prob_floor)
+                batch.averages.add(
+                    rho=fisher_radius(student_logits, batch.step_scale),
+                    kl=reverse_kl(student_logits.detach(), batch.teacher_head(full.hidden[chunk])),
+                    entropy=entropy(student_logits.detach()),
+                )
+                return reverse_kl(student_logits, log_probs)
+
+            loss = loss + batch.token_mean_loss(group, token_loss)
+        return loss

@@ -1,0 +1,169 @@
+"""Student prompts, teacher prompts and teacher views, as token ids (paper, appendix "Prompt and Feedback Templates").
+
+Text that comes from a model or a dataset is data: a special token that is spelled out in it (`<|im_end|>`) is tokenised as
+ordinary characters and can neither end a turn nor open one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from firedistill.feedback import FeedbackField
+from firedistill.tasks.task import Example, Task
+
+# A teacher view: all feedback, all but field j (its index), or none of it.
+View = int | Literal["full", "none"]
+
+Message = dict[str, str]
+
+STUDENT_OPENING = "Solve the following task."
+
+TEACHER_OPENING = (
+    "You are the feedback-conditioned teacher in on-policy self-distillation. "
+    "The earlier student attempt will appear as the assistant continuation. "
+    "Use the structured feedback context to revise the continuation distribution for the same task. "
+    "Preserve useful reasoning tokens and end with the task's normal final-answer line. "
+    "Do not quote or describe the context."
+)
+
+CUT_MARK = " [cut]"
+
+
+def student_messages(task: Task, example: Example) -> list[Message]:
+    """One user message: the opening, the format instruction, the dataset prompt."""
+    parts = [STUDENT_OPENING, task.format_instruction, task.prompt(example)]
+    return [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
+
+
+def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[Message]:
+    """One user message with the feedback blocks; the view decides which of them keep their text.
+
+    A removed field leaves its header and an empty text, and the others keep their numbers, so that only the field itself
+    changes. The view "none" is the student's own prompt: the teacher without any feedback.
+    """
+    if view == "none":
+        return student_messages(task, example)
+    if view != "full" and not 0 <= view < len(feedback):
+        raise ValueError(f"view {view!r} of feedback with {len(feedback)} fields; expected 'full', 'none' or a field's index")
+    blocks = [
+        f"[Context block {number}]\n{'' if view == number - 1 else field.text}"
+        for number, field in enumerate(feedback, start=1)
+    ]
+    content = f"{TEACHER_OPENING}\n\nTask:\n{task.prompt(example)}\n\nStructured feedback context:\n" + "\n".join(blocks)
+    return [{"role": "user", "content": content}]
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """Limits in tokens; a prompt over its limit leaves its example out, feedback over its limit is cut field by field."""
+
+    prompt: int = 1280
+    feedback: int = 768
+    context: int = 2560
+
+
+class PromptEncoder:
+    """Messages to token ids under the tokenizer's chat template, with special tokens in their contents neutralised.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; firedistill trains instruct models: "
+                "choose one, or set tokenizer.chat_template"
+            )
+        self.tokenizer = tokenizer
+        # Longest first: one special token may begin with another.
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        control = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        control |= {content for content in added if content in tokenizer.chat_template}
+        self.control_tokens = sorted((c for c in control if len(c) > 1), key=len, reverse=True)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the messages followed by the opening of the assistant's turn."""
+        if not any(token in message["content"] for message in messages for token in self.control_tokens):
+            return self._encode_pieces([self.render(messages)])
+        return self._encode_pieces(self._cut(self._segments(messages)))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text on its own, its special tokens neutralised."""
+        return self._encode_pieces(self._cut([(True, text)]))
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The conversation as text, for people to read."""
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        return [token for piece in pieces for token in self.tokenizer(piece, add_special_tokens=False).input_ids]
+
+    def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
+        """The text of the segments, cut inside every control token that a content spells out.
+
+        Tokenised on their own, the pieces hold no such token.
+        """
+        pieces, open_piece = [], ""
+        for is_content, text in segments:
+            while is_content and (found := self._first_control_token(text)) is not None:
+                start = found + 1  # between the first character of the token and the rest
+                pieces.append(open_piece + text[:start])
+                open_piece, text = "", text[start:]
+            open_piece += text
+        return [*pieces, open_piece]
+
+    def _first_control_token(self, text: str) -> int | None:
+        positions = [text.find(token) for token in self.control_tokens]
+        return min((position for position in positions if position >= 0), default=None)
+
+    def _segments(self, messages: Sequence[Message]) -> list[tuple[bool, str]]:
+        """Template text and contents in turn, found by rendering marks in the contents' place."""
+        marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
+        rest = self.render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+        segments = []
+        for message, mark in zip(messages, marks, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise ValueError("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
+            segments += [(False, before), (True, message["content"])]
+        return [*segments, (False, rest)]
+
+
+def fit_feedback(
+    feedback: Sequence[FeedbackField], encoder: PromptEncoder, budget: int
+) -> tuple[tuple[FeedbackField, ...], list[str]]:
+    """Feedback within a budget of tokens, and the names of the fields that were cut.
+
+    Short fields keep all their text; the long ones share what is left evenly, and each ends with a visible mark.
+    """
+    sizes = [len(encoder.encode_text(field.text)) for field in feedback]
+    if sum(sizes) <= budget:
+        return tuple(feedback), []
+    share = fair_share(sizes, budget)
+    cut = [field.name for field, size in zip(feedback, sizes, strict=True) if size > share]
+    return tuple(
+        FeedbackField(field.name, _cut(field.text, share, encoder)) if size > share else field
+        for field, size in zip(feedback, sizes, strict=True)
+    ), cut
+
+
+def fair_share(sizes: Sequence[int], budget: int) -> int:
+    """The largest limit per field with which all fields together stay within the budget."""
+    left = budget
+    for position, size in enumerate(sorted(sizes)):
+        share = left // (len(sizes) - position)
+        if size > share:
+            return share
+        left -= size
+    return max(sizes, default=0)
+
+
+def _cut(text: str, size: int, encoder: PromptEncoder) -> str:
+    keep = max(0, size - len(encoder.encode_text(CUT_MARK)))
+    offsets = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
+    return text[: offsets[keep][0]].rstrip() + CUT_MARK

@@ -1,0 +1,85 @@
+"""The run directory: what a run writes while it goes on, so that a crash loses nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from firedistill.rollouts.engine import Rollout
+
+
+class RunLog:
+    """Appends to `metrics.jsonl` and `evals.jsonl` (flushed row by row) and writes `rollouts/*.parquet`.
+
+    Args:
+        folder: the run directory, made if missing.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self, step: int) -> None:
+        """Begin after optimizer step `step` (0: a fresh run); rows that the run will write again are dropped."""
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= step] if step else []
+            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        for path in self.folder.glob("rollouts/*.parquet"):
+            if step == 0 or int(path.stem.rpartition("_")[2]) > step:
+                path.unlink()
+
+    def metrics(self, row: dict[str, Any]) -> None:
+        self._append("metrics.jsonl", row)
+
+    def evaluation(self, row: dict[str, Any]) -> None:
+        self._append("evals.jsonl", row)
+
+    def rollouts(self, step: int, rows: Sequence[dict[str, Any]], prefix: str = "step") -> None:
+        folder = self.folder / "rollouts"
+        folder.mkdir(exist_ok=True)
+        if rows:
+            pq.write_table(pa.Table.from_pylist(list(rows)), folder / f"{prefix}_{step:06d}.parquet")
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, allow_nan=True) + "\n")
+            file.flush()
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a JSON Lines file; an unfinished last line (a run that was killed while writing) is left out."""
+    path = Path(path)
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").split("\n"):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict[str, Any]:
+    """One rollout as a row of the parquet files."""
+    verdict = rollout.verdict
+    return {
+        "step": step,
+        "uid": rollout.example.uid,
+        "prompt": prompt,
+        "response": rollout.response.text,
+        "expected": verdict.expected,
+        "submitted": verdict.submitted,
+        "correct": verdict.correct,
+        "lenient_correct": verdict.lenient_correct,
+        "well_formed": verdict.well_formed,
+        "finished": rollout.response.finished,
+        "response_tokens": len(rollout.response_ids),
+        "trained": trained,
+        "feedback": [{"name": field.name, "text": field.text} for field in rollout.feedback],
+    }

@@ -1,0 +1,1 @@
+"""Scoring fixed responses."""

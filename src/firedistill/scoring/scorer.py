@@ -1,0 +1,112 @@
+"""Teacher-forced scoring: prompt and response token ids in, last hidden states at the response positions out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+@dataclass
+class ResponseStates:
+    """Hidden states that predict the tokens of several responses, end to end without padding.
+
+    Attributes:
+        hidden: `[M, H]`, M the total number of response tokens; row t predicts response token t.
+        lengths: tokens per response; they sum to M.
+    """
+
+    hidden: Tensor
+    lengths: list[int]
+
+    def select(self, rows: Sequence[int]) -> ResponseStates:
+        """The states of some responses, in the given order."""
+        if list(rows) == list(range(len(self.lengths))):
+            return self
+        parts = self.hidden.split(self.lengths)
+        hidden = torch.cat([parts[row] for row in rows]) if rows else self.hidden[:0]
+        return ResponseStates(hidden, [self.lengths[row] for row in rows])
+
+    def token_weights(self) -> Tensor:
+        """`1 / M_i` at every token of response i; `[M]` float32 (float64 for float64 states)."""
+        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        weights = [torch.full((length,), 1.0 / max(length, 1), dtype=dtype) for length in self.lengths]
+        return torch.cat(weights or [torch.empty(0, dtype=dtype)]).to(self.hidden.device)
+
+    @staticmethod
+    def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:
+        return ResponseStates(torch.cat([s.hidden for s in states]), [n for s in states for n in s.lengths])
+
+
+def score_responses(
+    model: nn.Module, prompts: Sequence[list[int]], responses: Sequence[list[int]], *, max_tokens: int | None = None
+) -> ResponseStates:
+    """Last hidden states at the response positions of `prompt ++ response`, in the order given.
+
+    Rows are padded on the right, where causal attention cannot see, so that neither a mask nor position ids are needed. With
+    `max_tokens`, rows of similar length go together in forward passes of at most that many padded tokens (one row at least);
+    without, there is a single forward pass, as a student under a distributed wrapper needs.
+
+    Args:
+        model: a causal language model with or without adapter and distributed wrapper.
+        prompts, responses: token ids; every prompt has at least one token.
+    """
+    order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(responses[row]))
+    device = next(model.parameters()).device
+    hidden: list[Tensor | None] = [None] * len(prompts)
+    for rows in forward_batches([len(prompts[row]) + len(responses[row]) for row in order], max_tokens):
+        batch = [order[row] for row in rows]
+        width = max(len(prompts[row]) + len(responses[row]) for row in batch)
+        padded = [prompts[row] + responses[row] + [0] * (width - len(prompts[row]) - len(responses[row])) for row in batch]
+        states = last_hidden_states(model, torch.tensor(padded, device=device))
+        for position, row in enumerate(batch):
+            start = len(prompts[row]) - 1
+            hidden[row] = states[position, start : start + len(responses[row])]
+    lengths = [len(response) for response in responses]
+    if not hidden:
+        width = unwrap(model).config.get_text_config().hidden_size
+        return ResponseStates(torch.empty(0, width, device=device), lengths)
+    return ResponseStates(torch.cat(hidden), lengths)
+
+
+def forward_batches(lengths: Sequence[int], max_tokens: int | None) -> list[range]:
+    """Consecutive rows (sorted by length) whose padded size stays within `max_tokens`."""
+    batches, start = [], 0
+    for row, length in enumerate(lengths):
+        if max_tokens is not None and row > start and (row - start + 1) * length > max_tokens:
+            batches.append(range(start, row))
+            start = row
+    return [*batches, range(start, len(lengths))] if lengths else []
+
+
+def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """`[B, T, H]` states after the final norm, before the head; goes through the model's distributed wrapper if it has one."""
+    causal_lm = unwrap(model)
+    with rerouted_forward(model, lambda ids: causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state) as forward:
+        return forward(input_ids)
+
+
+def unwrap(model: nn.Module) -> PreTrainedModel:
+    """The `transformers` model inside distributed wrappers and adapters."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Call `function` through the `forward` of a wrapper (DDP, FSDP), whose hooks synchronise gradients and gather shards."""
+    inner = getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        yield function
+        return
+    original = inner.forward
+    inner.forward = function
+    try:
+        yield model
+    finally:
+        inner.forward = original

@@ -1,0 +1,95 @@
+"""What is asked and how it is judged. `load_task` finds a task by name."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+
+from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
+from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
+from firedistill.tasks.sources import DataError
+from firedistill.tasks.task import Example, Task, Verdict
+
+__all__ = ["ChoiceTask", "DataError", "Example", "NumericTask", "TASKS", "Task", "Verdict", "load_task"]
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaRat, ArcChallenge, WinoGrande, WiC, MMLUPro)}
+"""The tasks of the paper that are read from published datasets, by name."""
+
+
+def load_task(name: str) -> Task:
+    """A task by name.
+
+    Args:
+        name: one of
+            - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
+            - `arithmetic` or `arithmetic:<level>`: generated sums that need no download;
+            - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
+            - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask` (the current folder is searched too).
+
+    Raises:
+        ValueError: nothing has that name; lists the names and close matches.
+        ImportError: the task's module, or a package that it needs, cannot be imported.
+    """
+    if name in TASKS:
+        return TASKS[name]()
+    prefix, colon, rest = name.partition(":")
+    if prefix == "arithmetic":
+        from firedistill.tasks.arithmetic import Arithmetic
+
+        return Arithmetic(rest) if rest else Arithmetic()
+    if prefix == "gym" and rest:
+        from firedistill.tasks.gym import GymTask
+
+        return GymTask(rest)
+    if colon and prefix and rest and prefix != "gym":
+        return _own_task(prefix, rest)
+    raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
+
+
+def _own_task(module_name: str, class_name: str) -> Task:
+    """The task `class_name` of a user's module; a class is called without arguments, an instance is taken as it is."""
+    module = _import(module_name)
+    if not hasattr(module, class_name):
+        close = difflib.get_close_matches(class_name, vars(module), n=3)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise ValueError(f"unknown task {f'{module_name}:{class_name}'!r}: module {module_name} has no {class_name}.{hint}")
+    task = getattr(module, class_name)
+    task = task() if callable(task) else task
+    if not all(callable(getattr(task, method, None)) for method in ("examples", "prompt", "verify", "feedback")):
+        raise ValueError(f"{module_name}:{class_name} is no task: derive it from firedistill.Task")
+    return task
+
+
+def _import(module_name: str):
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module_name, module_name.partition(".")[0]):
+            raise  # the module is there; something that it imports is not
+        missing = error
+    # The command line, unlike `python`, does not look in the current folder by itself.
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name not in (module_name, module_name.partition(".")[0]):
+            raise
+        raise ValueError(
+            f"unknown task: there is no module {module_name!r} on the Python path or in {os.getcwd()}."
+            f"{_suggestion(module_name)} {_known_names()}"
+        ) from missing
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def _suggestion(name: str) -> str:
+    names = [*TASKS, "arithmetic"]
+    beginning = [known for known in names if name and known.startswith(name.lower())]
+    close = beginning or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _known_names() -> str:
+    return f"Known tasks: {', '.join([*TASKS, 'arithmetic'])}, gym:<dataset>, and <module>:<class> for your own."

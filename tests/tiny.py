@@ -1,0 +1,86 @@
+"""Tiny random models, a byte-level tokenizer and a toy task: every code path of a run in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from firedistill import Example, FeedbackField, Task, Verdict
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes as tokens, three special tokens in front."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + alphabet)}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def random_model(kind: str = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, rows: int = 263):
+    """Two layers, hidden size 32; weights large enough for distributions that are not uniform."""
+    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
+    torch.manual_seed(seed)
+    config = config_class(
+        vocab_size=rows,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=2,
+        initializer_range=0.25,
+    )
+    model = model_class(config).to(dtype)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
+    return model
+
+
+def save_checkpoint(folder: Path, **options) -> str:
+    """A checkpoint folder that `load_model_and_tokenizer` reads."""
+    random_model(**options).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+class ToyTask(Task):
+    """Answers are right when their length is even: both branches get work from a random model. Two feedback fields of its own."""
+
+    name = "toy"
+    type_name = "toy"
+    format_instruction = "Say something."
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        count = n or 12
+        return [
+            Example(f"toy/{split}/{i}", f"Question {i}: " + "why " * (i % 3), "even", solution="ab" * (i % 4 + 1))
+            for i in range(count)
+        ]
+
+    def verify(self, example, response):
+        right = len(response) % 2 == 0
+        return Verdict(right, str(len(response)), "even", well_formed=True, lenient_correct=right)
+
+    def feedback(self, example, response, verdict):
+        return (
+            FeedbackField("outcome", f"The length {len(response)} is odd."),
+            FeedbackField("hint", "Answers are right when their length is even. " * 2),
+        )
