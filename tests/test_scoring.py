@@ -15,6 +15,7 @@ from firedistill.ops import Head
 from firedistill.prompts import CUT_MARK, PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.scoring.prefix_tree import ViewScorer
 from firedistill.scoring.scorer import forward_batches, score_responses, unwrap
 from firedistill.trainer import check_head
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -42,6 +43,41 @@ def test_selection_and_weights():
     assert chosen.lengths == [1, 2]
     torch.testing.assert_close(states.token_weights(), torch.tensor([1 / 2] * 2 + [1 / 6] * 6 + [1.0]))
     assert states.select([]).hidden.shape == (0, 32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_shared_prefixes_change_nothing_but_the_work(kind):
+    """Views that depart at different places, scored in two calls as FIRE does, against one forward pass per view."""
+    model = random_model(kind, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    views = []
+    for length in (30, 17):
+        fields = [torch.randint(3, 263, (n,), generator=generator).tolist() for n in (length, 9, 6, 4)]
+        head = [5, 6, 7]
+
+        def prompt(without=None, fields=fields, head=head):
+            return head + [t for j, f in enumerate(fields) for t in ([j + 10] + (f if j != without else []))] + [9, 9]
+
+        views.append([prompt(), *(prompt(j) for j in range(4))])
+    prompts = [list(rows) for rows in zip(*views, strict=True)]
+    responses = [[20, 21, 22], [23, 2]]
+    shared, plain = ViewScorer(model, share_prefixes=True), ViewScorer(model, share_prefixes=False, max_tokens=100)
+    for chosen in ([0], [1, 2, 3, 4]):
+        found = shared.score([100, 200], [prompts[v] for v in chosen], responses)
+        expected = plain.score([100, 200], [prompts[v] for v in chosen], responses)
+        for a, b in zip(found, expected, strict=True):
+            assert a.lengths == b.lengths == [3, 2]
+            torch.testing.assert_close(a.hidden, b.hidden, rtol=1e-9, atol=1e-9)
+    tree = sum(len(set(p for view in rows for p in prefixes(view, response))) for rows, response in zip(views, responses, strict=True))
+    # A shared node may be read twice where a response begins (its first state is needed); never more.
+    assert tree <= shared.tokens <= tree + 5 * 2 * 2 < plain.tokens
+    shared.forget()
+    assert not shared.readers
+
+
+def prefixes(prompt, response):
+    ids = prompt + response
+    return [tuple(ids[: n + 1]) for n in range(len(ids))]
 
 
 def test_forward_batches_stay_within_the_limit():

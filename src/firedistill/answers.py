@@ -1,7 +1,7 @@
 """Reading final answers: text to an exact number or an option letter, and when two answers are the same.
 
-A verdict decides which loss a response gets, so a misread answer teaches the wrong thing. The rules are therefore strict where a
-text is ambiguous ("10 or 42" is no answer) and forgiving where only the typography varies ("$1,200.00" is 1200).
+A verdict decides which loss a response gets, so a misread answer teaches the wrong thing. The rules are therefore strict where
+a text is ambiguous ("10 or 42" is no answer) and forgiving where only the typography varies ("$1,200.00" is 1200).
 
 Every function returns for any string, in time linear in its length. Nothing is evaluated: no `eval`, no computer algebra. Every
 repetition in the regular expressions is bounded or possessive, and no pattern can scan a stretch of text that a later attempt
@@ -62,7 +62,7 @@ def numeric_answer(response: str) -> Answer:
 
 
 def numeric_gold(text: str) -> str:
-    """A dataset's answer, normalised; normalising twice changes nothing.
+    """A dataset's answer, normalised. Numbers that are normalised already stay as they are.
 
     >>> numeric_gold("1,200"), numeric_gold("7 (apples)"), numeric_gold("30 (girls); 15 (boys)"), numeric_gold("11:45 p.m.")
     ('1200', '7', '30; 15', '11:45 pm')
@@ -206,12 +206,13 @@ _ASCII: dict[int, str | None] = {
 
 _CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
 _TAG = re.compile(r"</?\|?[A-Za-z_]{1,20}\|?>")  # <b>, </answer>, <|im_end|>
+_ANGLE_BRACKETS = re.compile(r"\s*+<([^<>]*+)>\s*+")  # <42>
 _DEGREES = re.compile(r"\^\s{0,3}+\{?\s{0,3}+\\circ(?![A-Za-z])\s{0,3}+\}?")
 _BRACED_POWER = re.compile(r"\^\{([-+]?[0-9]{1,4})\}")
 _SIGN_COMMAND = re.compile(r"\\(times|cdot|div|approx|sqrt|pi|infty|pm|leq?|geq?|neq?|Rightarrow|rightarrow|to)(?![A-Za-z])")
 _SIGN_OF_COMMAND = {
-    "times": "×", "cdot": "·", "div": "÷", "approx": "≈", "sqrt": "√", "pi": "π", "infty": "∞", "pm": "±", "le": "≤", "leq": "≤",
-    "ge": "≥", "geq": "≥", "ne": "≠", "neq": "≠", "Rightarrow": " = ", "rightarrow": " = ", "to": " = ",
+    "times": "×", "cdot": "·", "div": "÷", "approx": "≈", "sqrt": "√", "pi": "π", "infty": "∞", "pm": "±", "le": "≤",
+    "leq": "≤", "ge": "≥", "geq": "≥", "ne": "≠", "neq": "≠", "Rightarrow": " = ", "rightarrow": " = ", "to": " = ",
 }  # fmt: skip
 _WRAPPER_COMMAND = re.compile(
     r"\\(?:boxed|fbox|mbox|text(?:bf|rm|it|tt|sf)?|math(?:bf|rm|it|tt|sf)|operatorname|displaystyle|left|right|q?quad)(?![A-Za-z])"
@@ -220,10 +221,11 @@ _WRAPPER_COMMAND = re.compile(
 _FRACTION_COMMAND = re.compile(
     r"\\[cdt]?frac\s{0,3}+(?:"
     r"\{\s{0,3}+([-+]?)\s{0,3}+([0-9][0-9.,]{0,300}+)\s{0,3}+\}\s{0,3}+\{\s{0,3}+([0-9][0-9.,]{0,300}+)\s{0,3}+\}"
-    r"|([0-9])\s{0,3}+([0-9])(?![0-9]))"
+    r"|(?<=c)([0-9])([0-9])(?![\w.]))"
 )
 _MARKUP = {ord(character): " " for character in "{}`_"}
-_EMPHASIS = re.compile(r"(?<![\w)*.])\*(?=[^\s*])|(?<=[^\s*])\*(?![\w(*.])")  # *42*, but not the star of 6*7
+_BOLD = re.compile(r"\*{2,3}+")
+_EMPHASIS = re.compile(r"(?<![\w)*.])\*(?=\S)([^*]++)(?<=\S)\*(?![\w(*])")  # *42*, but not the star of 6*7
 _ARROW = re.compile(r"[-=]{1,3}+>|[→⇒⟹]")
 
 
@@ -242,8 +244,8 @@ def _cleaned(text: str) -> str:
     What is removed leaves a space: otherwise the power `10**3` would become the number 103.
     """
     if "<" in text:
-        text = _TAG.sub(" ", _CALCULATOR_MARK.sub(" ", text)).strip()
-        text = text[1:-1] if text.startswith("<") and text.endswith(">") else text  # <42>
+        whole = _ANGLE_BRACKETS.fullmatch(text)
+        text = whole[1] if whole else _TAG.sub(" ", _CALCULATOR_MARK.sub(" ", text))
     if "\\" in text:
         text = text.replace(",\\!", ",").replace("\\$", "$").replace("\\%", "%")
         text = _DEGREES.sub("°", text)
@@ -253,7 +255,7 @@ def _cleaned(text: str) -> str:
         text = _FRACTION_COMMAND.sub(_plain_fraction, text)
     text = _BRACED_POWER.sub(r"^\1", text.replace("{,}", ",").replace("!=", "≠")).translate(_MARKUP)
     if "*" in text:
-        text = _EMPHASIS.sub(" ", text.replace("**", " "))
+        text = _EMPHASIS.sub(r" \1 ", _BOLD.sub(" ", text))
     return " ".join(_ARROW.sub(" = ", text).split())
 
 
@@ -310,7 +312,7 @@ _WRITTEN_NUMBER = re.compile(
 )
 _TOKEN = re.compile(
     rf"(?P<number>(?:{_DIGITS}(?:\.[0-9]++)*+|(?<![\w.])\.[0-9]++)(?:[eE][-+]?[0-9]++(?!\w))?+)"
-    r"|(?P<word>[^\W\d_][\w']*+(?:(?:\^-?+|-)\w++)*+)"
+    r"|(?P<word>[^\W\d_][\w']*+(?:(?:\^-?+|-)\w++)*+(?:(?<=[0-9])(?:\.[0-9]++)++)?+)"
     r"|(?P<symbol>\S)"
 )
 _MEANINGFUL = frozenset("+-*/^=:·×÷")  # other symbols are decoration, but for those that make a number something else
@@ -639,7 +641,7 @@ def _lenient_values(response: str, gold: str, kind: int) -> Iterator[str | None]
         yield from _first_and_last(_numbers_in(statement or ""), kind)
     yield from _first_and_last(_numbers_in(marked or ""), kind)
     for line in reversed(plain.split("\n")):
-        numbers = _numbers_in(_cleaned(line))
+        numbers = _numbers_in(_cleaned(line)) if line else []
         if numbers:
             yield from _first_and_last(numbers, kind)[1:]
             return
@@ -680,7 +682,9 @@ _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
     re.IGNORECASE,
 )
-_VERB = re.compile(r"\s{1,8}+(?:is|was|as|because)(?!\w)")
+_VERB = re.compile(r"\s{1,8}+(?:is|was|as|because|since)(?!\w)")
+_WORD = re.compile(r"\w{1,8}+(?!\w)")
+_JOINER = re.compile(r"[\s)*\],/&]{1,8}+(?:(?:or|and)(?!\w))?+[\s(*\[]{0,8}+", re.IGNORECASE)
 _NEXT_LETTER = re.compile(r"\s{0,8}+[^\W\d_]")
 _ALTERNATIVE = re.compile(r"[\s*_`)(,/]{0,8}+(?:or|and|/|,)[\s*_`)(]{0,8}+", re.IGNORECASE)
 
@@ -692,7 +696,7 @@ def _label_named(text: str, labels: Sequence[str]) -> str | None:
 def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) -> str | None:
     """The label that a line states, if it states nothing else but the option's own text."""
     text = _cleaned(content).lstrip(_OPENERS)
-    word = re.match(r"\w{1,8}+(?!\w)", text)
+    word = _WORD.match(text)
     label = _label_named(word[0], labels) if word else None
     if label is None:
         return None
@@ -714,16 +718,16 @@ def _names_a_label(text: str, labels: Sequence[str]) -> bool:
 
 
 def _same_option(found: str, option: str) -> bool:
-    """Whether a quotation is the option's own text: but for case, spaces, typography, and how a number is written."""
-    left, right = _comparable(found), _comparable(_ascii(option))
-    if left == right:
-        return left != ""
-    number = parse_number(found)
-    return number is not None and number == parse_number(option)
+    """Whether a cleaned quotation is the option's own text: but for case, spaces, typography, and how a number is written."""
+    option = _cleaned(_ascii(option))
+    if _comparable(found) == _comparable(option):
+        return _comparable(found) != ""
+    values = _values(found)
+    return values is not None and len(values) == 1 and values == _values(option)
 
 
-def _comparable(text: str) -> str:
-    return _cleaned(text).lower().strip(_OPENERS + _CLOSERS)
+def _comparable(cleaned: str) -> str:
+    return cleaned.lower().strip(_OPENERS + _CLOSERS)
 
 
 def _mentioned_label(plain: str, labels: Sequence[str]) -> str | None:
@@ -741,7 +745,7 @@ def _mentioned_label(plain: str, labels: Sequence[str]) -> str | None:
 
 
 def _lone_label(line: str, labels: Sequence[str]) -> str | None:
-    if len(line) > MAX_LINE_CHARACTERS:
+    if not line or len(line) > MAX_LINE_CHARACTERS:
         return None
     return _label_named(_cleaned(line).strip(_OPENERS + _CLOSERS), labels)
 
@@ -752,7 +756,7 @@ def _mention(match: re.Match[str], line: str, labels: Sequence[str]) -> tuple[st
     label = _label_named(word, labels)
     if label is None:
         return None
-    if match[1] and word in ("a", "i", "I") and _NEXT_LETTER.match(line, match.end()) and not _VERB.match(line, match.end()):
+    if match[1] and word in ("a", "i", "I") and _is_prose(line, match.end()):
         return None
     return label, match.start(), match.end()
 
@@ -773,14 +777,19 @@ def _lenient_labels(plain: str, labels: Sequence[str], options: Sequence[str]) -
 def _stated_label(statement: str, labels: Sequence[str]) -> str | None:
     """The label that a statement begins with, unless it is an English word or one of several alternatives."""
     text = statement.lstrip(_OPENERS)
-    word = re.match(r"\w{1,8}+(?!\w)", text)
-    if word is None or (word[0] in ("a", "i", "I") and _NEXT_LETTER.match(text, word.end())):
+    word = _WORD.match(text)
+    if word is None or (word[0] in ("a", "A", "i", "I") and _is_prose(text, word.end())):
         return None
-    label = _label_named(word[0], labels)
-    alternative = re.match(
-        r"[\s)*\],]{0,8}+(?:or|and|/)(?!\w)[\s(*\[]{0,8}+(\w{1,8}+)(?!\w)", text[word.end() :], re.IGNORECASE
-    )
-    return None if alternative and _label_named(alternative[1], labels) else label
+    joiner = _JOINER.match(text, word.end())
+    other = _WORD.match(text, joiner.end()) if joiner else None
+    if other and other[0] not in ("a", "i", "I") and _label_named(other[0], labels):
+        return None
+    return _label_named(word[0], labels)
+
+
+def _is_prose(text: str, end: int) -> bool:
+    """Whether the letter that ends here may be the English "a" or "I": another word follows, and no verb of an option."""
+    return _NEXT_LETTER.match(text, end) is not None and _VERB.match(text, end) is None
 
 
 def _label_of_text(text: str, labels: Sequence[str], options: Sequence[str]) -> str | None:

@@ -108,6 +108,9 @@ class SelfDistillConfig(TrainingArguments):
     gradient_checkpointing: bool | None = model_setting(
         True, "Recompute activations in the backward pass: less memory, about a fifth slower."
     )
+    share_prefixes: bool | None = model_setting(
+        None, "Read what the teacher's views of a rollout have in common once (row by row); by default on a CPU only."
+    )
     score_tokens_per_forward: int = model_setting(8192, "Padded tokens per forward pass of the teacher.")
 
     # --- Optimisation

@@ -49,15 +49,15 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
     feedback = trainer.task.feedback(example, rollout.response.text, rollout.verdict)
     rollout.feedback, _ = fit_feedback(feedback, encoder, args.max_feedback_tokens)
 
-    views = ["full", *range(len(rollout.feedback))]
-    prompts = [trainer.view_ids(rollout, view) for view in views]
     trainer.model.eval()
     student = score_responses(trainer.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
+    views = ["full", *range(len(rollout.feedback))]
     with trainer.teacher.applied():
-        states = score_responses(
-            trainer.model, prompts, [rollout.response_ids] * len(views), max_tokens=args.score_tokens_per_forward
+        states = trainer.view_scorer.score(
+            [0], [[trainer.view_ids(rollout, view)] for view in views], [rollout.response_ids]
         )
-    teacher = [states.select([row]).hidden for row in range(len(views))]
+    trainer.view_scorer.forget()
+    teacher = [view.hidden for view in states]
     token_ids = torch.tensor(rollout.response_ids, device=student.device)
     targets, betas = [], []
     for rows in chunks(len(token_ids), trainer.head.vocabulary_size):

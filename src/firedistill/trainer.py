@@ -35,6 +35,7 @@ from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messa
 from firedistill.rollouts.engine import Rollout, RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run_log import RunLog, rollout_row
+from firedistill.scoring.prefix_tree import ViewScorer
 from firedistill.scoring.scorer import ResponseStates, last_hidden_states, score_responses, unwrap
 from firedistill.tasks import Example, Task, load_task
 
@@ -158,6 +159,8 @@ class SelfDistillTrainer(Trainer):
         check_head(self.model, self.head)
         self.rollout_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, args.rollout_batch_size)
         self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, args.eval_batch_size)
+        share_prefixes = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
+        self.view_scorer = ViewScorer(self.model, share_prefixes, args.score_tokens_per_forward)
         self.run_log = RunLog(args.output_dir) if self.is_world_process_zero() else None
         self.step_log: StepLog | None = None
         self.last_metrics: dict[str, Any] = {}
@@ -223,6 +226,7 @@ class SelfDistillTrainer(Trainer):
         )
         # Distributed wrappers average the gradient over ranks; the objective wants the sum over all prompts divided by N.
         loss = self.objective.loss(batch) * self.args.world_size / self.prompts_per_step
+        self.view_scorer.forget()
         self.step_log.loss += float(loss.detach())
         return loss
 
@@ -275,13 +279,14 @@ class SelfDistillTrainer(Trainer):
 
     def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View]) -> list[ResponseStates]:
         """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient."""
-        prompts = [self.view_ids(rollout, view) for view in views for rollout in rollouts]
-        responses = [rollout.response_ids for _ in views for rollout in rollouts]
-        self.step_log.add(teacher_tokens=sum(map(len, prompts)) + sum(map(len, responses)))
+        prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
+        before = self.view_scorer.tokens
         with self.timed("seconds_score"), self.teacher.applied():
-            states = score_responses(self.model, prompts, responses, max_tokens=self.args.score_tokens_per_forward)
-        n = len(rollouts)
-        return [states.select(range(v * n, (v + 1) * n)) for v in range(len(views))]
+            states = self.view_scorer.score([id(r) for r in rollouts], prompts, [r.response_ids for r in rollouts])
+        read = self.view_scorer.tokens - before
+        asked = sum(self.view_tokens(rollout, view) for rollout in rollouts for view in views)
+        self.step_log.add(teacher_tokens=read, teacher_tokens_saved=asked - read)
+        return states
 
     def sampling_seed(self) -> int:
         """A seed per step and rank, so that a resumed run samples what the uninterrupted one would have sampled."""

@@ -1,17 +1,19 @@
 """Warm start: plain supervised fine-tuning of the same LoRA adapter on gold solutions.
 
 A student that never writes the answer line, or never finds an answer, gives self-distillation nothing to work with. A few dozen
-steps on the task's own solutions mend that. The run has the same directory, evaluation and resume as any other; its adapter is
+steps on the task's own solutions mend that. Nor does a teacher help that cannot read feedback: with `feedback_share`, some of the
+prompts are the teacher's, with feedback about a wrong attempt, and the solution is what should follow. The run has the same directory, evaluation and resume as any other; its adapter is
 what `--initial_adapter` of a training run takes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
-from firedistill.prompts import student_messages
+from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.tasks import Example
 from firedistill.trainer import SelfDistillTrainer
@@ -30,7 +32,15 @@ class WarmStartConfig(SelfDistillConfig):
     )
     save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
 
+    feedback_share: float = training_setting(
+        0.0,
+        "Share of the rows that get the teacher's prompt, with feedback about a wrong attempt (the solution of another problem), "
+        "so that the teacher learns to read feedback.",
+    )
+
     def __post_init__(self) -> None:
+        if not 0 <= self.feedback_share <= 1:
+            raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
         if self.output_dir is None:
             self.output_dir = f"runs/{self.task.replace(':', '-').replace('/', '-')}-warmstart-seed{self.seed}"
         super().__post_init__()
@@ -44,17 +54,22 @@ class WarmStartTrainer(SelfDistillTrainer):
     """
 
     def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
-        rollouts = [self.gold_rollout(example) for example in examples]
+        draw = random.Random(self.sampling_seed())
+        rollouts = [self.gold_rollout(example, draw) for example in examples]
         fitting = [r for r in rollouts if len(r.prompt_ids) + len(r.response_ids) <= self.args.max_context_tokens]
         return fitting, [r.example for r in rollouts if r not in fitting]
 
-    def gold_rollout(self, example: Example) -> Rollout:
+    def gold_rollout(self, example: Example, draw: random.Random) -> Rollout:
         if not example.solution:
             raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
-        prompt_ids = self.encoder.encode(student_messages(self.task, example))
+        messages = student_messages(self.task, example)
+        if draw.random() < self.args.feedback_share:
+            attempt = draw.choice(self.train_dataset.examples).solution or ""
+            feedback = self.task.feedback(example, attempt, self.task.verify(example, attempt))
+            messages = teacher_messages(self.task, example, fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)[0])
         solution_ids = [*self.encoder.encode_text(example.solution), self.processing_class.eos_token_id]
         response = Response(solution_ids, example.solution, finished=True)
-        return Rollout(example, prompt_ids, response, self.task.verify(example, example.solution))
+        return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution))
 
     def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
         """Nothing is generated; only the length of the solutions is reported."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-CHUNK_ELEMENTS = 2**23  # logits per chunk and distribution: 32 MiB in float32
+CHUNK_ELEMENTS = 2**21  # logits per chunk and distribution: 8 MiB in float32
 
 
 class Head(nn.Module):
