@@ -56,7 +56,7 @@ class World:
         ]
         self.dtype, self.asked, self.saved = dtype, [], []
 
-    def batch(self, order=None, step_scale=1.5):
+    def batch(self, order=None, step_scale=1.5, floor=None):
         order = list(order if order is not None else range(len(self.lengths)))
         hidden = torch.cat([self.student[row] for row in order]).to(self.dtype).requires_grad_()
 
@@ -78,10 +78,11 @@ class World:
             teacher=teacher,
             saved=lambda rows, views: self.saved.extend((order[row], view) for view in views for row in rows),
             step_scale=step_scale,
+            log_prob_floor=floor,
             averages=Averages(),
         )
 
-    def dense(self, method, step_scale=1.5):
+    def dense(self, method, step_scale=1.5, floor=None):
         """The same loss with all logits at once and plain autograd, straight from the pure functions."""
         hidden = torch.cat(self.student).requires_grad_()
         weight = self.projection.weight.double()
@@ -98,7 +99,7 @@ class World:
             elif rollout.verdict.correct:
                 loss = -sft_weight(z, y, step_scale) * z.log_softmax(-1).gather(-1, y[:, None])[:, 0]
             elif method == "hard_gradient_excision":
-                log_probs, _ = excised_target(z.detach(), full, loo, torch.ones(len(z), dtype=torch.bool))
+                log_probs, _ = excised_target(z.detach(), full, loo, torch.ones(len(z), dtype=torch.bool), log_prob_floor=floor)
                 loss = reverse_kl(z, log_probs)
             else:
                 target = fire_target(
@@ -106,6 +107,7 @@ class World:
                     full,
                     loo,
                     step_scale=step_scale,
+                    log_prob_floor=floor,
                     attribution=method != "no_attribution",
                     projection=method != "no_projection",
                 )
@@ -128,14 +130,15 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, monkeypatch):
+@pytest.mark.parametrize("floor", [None, -4.0], ids=["no floor", "floor"])
+def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, floor, monkeypatch):
     monkeypatch.setattr(fused_head, "CHUNK_ELEMENTS", chunk * V)
     lengths, correct = CASES[case]
     world = World(lengths, correct, gap=2.0)
-    batch = world.batch()
+    batch = world.batch(floor=floor)
     loss = load_objective(method, Config()).loss(batch)
     loss.backward()
-    expected_loss, expected_gradient = world.dense(method)
+    expected_loss, expected_gradient = world.dense(method, floor=floor)
     torch.testing.assert_close(loss.detach(), expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(batch.student.hidden.grad, expected_gradient, rtol=1e-9, atol=1e-12)
 

@@ -68,11 +68,31 @@ def test_shared_prefixes_change_nothing_but_the_work(kind):
         for a, b in zip(found, expected, strict=True):
             assert a.lengths == b.lengths == [3, 2]
             torch.testing.assert_close(a.hidden, b.hidden, rtol=1e-9, atol=1e-9)
-    tree = sum(len(set(p for view in rows for p in prefixes(view, response))) for rows, response in zip(views, responses, strict=True))
+    tree = sum(
+        len(set(p for view in rows for p in prefixes(view, response))) for rows, response in zip(views, responses, strict=True)
+    )
     # A shared node may be read twice where a response begins (its first state is needed); never more.
     assert tree <= shared.tokens <= tree + 5 * 2 * 2 < plain.tokens
     shared.forget()
     assert not shared.readers
+
+
+def test_the_teacher_scores_in_evaluation_mode_while_the_student_trains():
+    """Checkpointing in training mode drops the cache of a shared prefix, and dropout would blur the teacher."""
+    model = add_lora(random_model(dtype=torch.float32), dropout=0.5)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.fill_(0.05)
+    teacher = EMATeacher(model, 0.5)
+    views = [[5, 6, 7, *range(30, 60), 9], [5, 6, 7, *range(30, 45), 9], [5, 6, 9]]
+    expected = score_responses(model.eval(), views, [[20, 21]] * 3).hidden.detach()
+    model.train()
+    model.get_base_model().gradient_checkpointing_enable()
+    scorer = ViewScorer(model, share_prefixes=True)
+    with teacher.applied():
+        found = torch.cat([states.hidden for states in scorer.score([1], [[view] for view in views], [[20, 21]])])
+    torch.testing.assert_close(found, expected)
+    assert model.training and all(module.training for module in model.modules())
 
 
 def prefixes(prompt, response):

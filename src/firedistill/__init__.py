@@ -1,4 +1,4 @@
-"""Feedback-based on-policy self-distillation of language models that stays stable: FIRE, its ablations, its baselines.
+"""Feedback-based on-policy self-distillation of language models that stays stable: FIRE and its ablations.
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 

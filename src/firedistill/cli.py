@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import textwrap
 import warnings
@@ -25,6 +26,8 @@ examples:
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill report runs/a runs/b -o curves.png
+
+FIREDISTILL_TRACEBACK=1 in the environment shows where in the program an error came from.
 """
 
 
@@ -41,19 +44,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, add_help=False)
         command.add_argument("rest", nargs=argparse.REMAINDER)
     parsed, unknown = parser.parse_known_args(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    # Paths, names and texts of others are never markup.
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
     try:
         return COMMANDS[parsed.command][0](unknown + parsed.rest, console)
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; a run with a checkpoint goes on with --resume", style="yellow")
         return 130
-    except (ValueError, FileNotFoundError) as error:
-        # Everything that a user can get wrong is a ValueError with a message that says so; the rest keeps its traceback.
+    except (ValueError, OSError, ImportError) as error:
+        # What a user can get wrong is a ValueError with a message that says so, a file that cannot be used, or a package that is
+        # not installed; the rest keeps its traceback.
         if os.environ.get("FIREDISTILL_TRACEBACK"):
             raise
-        Console(stderr=True).print(
-            f"firedistill {parsed.command}: {error}", style="red", markup=False, highlight=False, soft_wrap=True
-        )
+        from firedistill.display import visible
+
+        message = visible(" ".join(f"firedistill {parsed.command}: {error}".split()))
+        Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
 
 
@@ -75,32 +81,41 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         print_help(config_class, console, command, everything="--help-all" in arguments)
         return 0
     arguments = list(arguments)
-    resume = "--resume" in arguments
-    if resume:
-        arguments.remove("--resume")
-    config = config_of(config_class, arguments)
+    resume, overwrite = ("--resume" in arguments), ("--overwrite" in arguments)
+    if resume and overwrite:
+        raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
+    config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
     quiet_libraries()
     folder = Path(config.output_dir)
-    if not resume and (folder / "adapter").exists():
-        raise ValueError(f"{folder} holds a finished run; choose another --output_dir, or remove it")
+    replaces = (folder / "metrics.jsonl").exists() and not resume
+    if replaces and not overwrite:
+        raise ValueError(
+            f"{folder} holds a run already: --resume goes on with it, --overwrite replaces it, or name another --output_dir"
+        )
 
     from firedistill.display import ConsoleReport, before_and_after
     from firedistill.report.curves import plot_runs
 
     console.print(
-        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", highlight=False
+        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
     )
     trainer = trainer_class(args=config)
+    if replaces and trainer.is_world_process_zero():  # not before the new settings have proved usable
+        shutil.rmtree(folder)
+        folder.mkdir()
     report = ConsoleReport(trainer, console)
     trainer.add_callback(report)
-    trainer.train(resume_from_checkpoint=resume or None)
+    try:
+        trainer.train(resume_from_checkpoint=resume or None)
+    finally:
+        report.progress.stop()  # a bar that is left on hides the cursor
     if len(report.evaluations) > 1:
         console.print(before_and_after(report.evaluations))
     picture = plot_runs([folder], folder / "curves.png")
     skipped = trainer.counters["skipped_updates"]
     if skipped:
         console.print(f"{skipped} of {config.max_steps} steps had nothing to train on or no finite gradient and were skipped")
-    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", highlight=False)
+    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", soft_wrap=True)
     return 0
 
 
@@ -109,22 +124,22 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
             "firedistill eval RUN|RECIPE [--initial_adapter DIR] [--task NAME] [--eval_size N] ...\n\n"
-            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train.",
-            markup=False,
+            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train."
         )
         return 0
-    from firedistill.display import accuracy_line
+    from firedistill.display import accuracy_line, visible
 
     trainer = trainer_for(arguments)
-    quiet_libraries()
     trainer.run_log = None  # an evaluation on its own is no part of the run
     with console.status("evaluating") as status:
         trainer.on_progress = lambda phase, done, total: status.update(f"{phase} {done}/{total}")
         metrics = trainer.evaluate()
-    console.print(accuracy_line(metrics), highlight=False)
+    if not metrics["eval_n"]:
+        raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
+    console.print(accuracy_line(metrics))
     for name, value in metrics.items():
         if name.startswith("eval_accuracy_"):
-            console.print(f"  {name.removeprefix('eval_accuracy_')}: {value:.1%}", highlight=False)
+            console.print(f"  {visible(name.removeprefix('eval_accuracy_'))}: {value:.1%}")
     return 0
 
 
@@ -133,14 +148,16 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
             "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n\n"
-            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token.",
-            markup=False,
+            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token."
         )
         return 0
     from firedistill.inspection import inspect_example, print_inspection
 
     arguments = list(arguments)
-    index = int(take_option(arguments, "example", "0"))
+    number = take_option(arguments, "example", "0")
+    if not number.isdecimal():
+        raise ValueError(f"--example is {number!r}; expected a whole number from 0 on")
+    index = int(number)
     split = take_option(arguments, "split", "eval")
     trainer = trainer_for(arguments)
     examples = trainer.task.examples(split, index + 1, trainer.args.eval_subset_seed, trainer.args.data_dir)
@@ -158,7 +175,7 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
     options = parser.parse_args(list(arguments))
     from firedistill.report.curves import plot_runs
 
-    console.print(f"wrote {plot_runs(options.runs, options.output)}", highlight=False)
+    console.print(f"wrote {plot_runs(options.runs, options.output)}", soft_wrap=True)
     return 0
 
 
@@ -184,21 +201,30 @@ def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -
 
 
 def trainer_for(arguments: Sequence[str]):
-    """A trainer that will not train: the model, adapter and task of a run directory or recipe."""
+    """A trainer that will not train: the model, adapter and task of a run directory (a warm start's too) or recipe."""
     from firedistill.config import SelfDistillConfig
+    from firedistill.options import read_recipe
     from firedistill.trainer import SelfDistillTrainer
+    from firedistill.warmstart import WarmStartConfig
 
     arguments = list(arguments)
-    run = Path(arguments[0]) if arguments and not arguments[0].startswith("--") else None
+    recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
     given = any(a.startswith(("--initial_adapter", "--initial-adapter")) for a in arguments)
-    if run is not None and (run / "adapter").is_dir() and not given:
-        arguments += ["--initial_adapter", str(run / "adapter")]
+    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and not given:
+        adapter = Path(recipe) / "adapter"
+        if not adapter.is_dir():
+            raise ValueError(f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint by --initial_adapter")
+        arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
-    return SelfDistillTrainer(args=config_of(SelfDistillConfig, arguments))
+    supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
+    return SelfDistillTrainer(args=config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments))
 
 
 def take_option(arguments: list[str], name: str, default: str) -> str:
-    """Remove `--name value` from the arguments; the value, or the default."""
+    """Remove `--name value` or `--name=value` from the arguments; the value, or the default."""
+    for position, argument in enumerate(arguments):
+        if argument.startswith(f"--{name}="):
+            return arguments.pop(position).partition("=")[2]
     if f"--{name}" not in arguments:
         return default
     position = arguments.index(f"--{name}")
@@ -219,10 +245,11 @@ def print_help(config_class: type, console: Console, command: str, everything: b
 
     from firedistill.options import built_in_recipes, default_of, option_groups
 
-    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume]", ""]
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite]", ""]
     out += ["RECIPE is a YAML file, a run directory, or one of:"]
-    out += textwrap.wrap(", ".join(built_in_recipes()), 100, initial_indent="  ", subsequent_indent="  ")
-    out += ["--resume goes on from the last checkpoint of the run directory."]
+    names = ", ".join(built_in_recipes())
+    out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    out += ["--resume goes on from the last checkpoint of the run directory; --overwrite replaces a run that is there."]
     ours: set[str] = set()
     for group, options in option_groups(config_class).items():
         out += ["", f"{group}:"]
@@ -234,7 +261,7 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
     if everything:
         out += textwrap.wrap(", ".join(f.name for f in inherited), 100, initial_indent="  ", subsequent_indent="  ")
-    console.print("\n".join(out), markup=False, highlight=False)
+    console.print("\n".join(out))
 
 
 def quiet_libraries() -> None:

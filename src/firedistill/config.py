@@ -87,6 +87,9 @@ class SelfDistillConfig(TrainingArguments):
     top_p: float = rollout_setting(0.95, "Nucleus mass; 1 is off.")
     top_k: int = rollout_setting(0, "Sample from the k most likely tokens only; 0 is off, whatever the checkpoint says.")
     repetition_penalty: float = rollout_setting(1.0, "1 is off, whatever the checkpoint says.")
+    checkpoint_sampling: bool = rollout_setting(
+        False, "Take top-k and repetition penalty from the checkpoint's generation settings, as the authors' code did."
+    )
     max_new_tokens: int = rollout_setting(384, "Tokens sampled at most per response.")
     max_prompt_tokens: int = rollout_setting(
         1280, "A longer student prompt leaves its example out; counted and named in the log."
@@ -119,9 +122,11 @@ class SelfDistillConfig(TrainingArguments):
     warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up (a share of all steps if below 1).")
     lr_scheduler_type: str = optimisation_setting("cosine", "After the warm-up: 'cosine' or 'constant'.")
     per_device_train_batch_size: int = optimisation_setting(
-        8, "Responses per micro-batch and device; changes memory, not the result."
+        8, "Responses per micro-batch and device; with the next option it makes the prompts per step (the paper: 8)."
     )
-    gradient_accumulation_steps: int = optimisation_setting(1, "Micro-batches per optimizer step.")
+    gradient_accumulation_steps: int = optimisation_setting(
+        1, "Micro-batches per optimizer step; how the prompts are split changes memory, not the result."
+    )
     weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.")
     adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.")
     max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm.")

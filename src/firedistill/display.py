@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from rich.console import Console
@@ -85,6 +86,13 @@ class ConsoleReport(TrainerCallback):
 
     def print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def visible(text: str) -> str:
+    """Text of models, datasets and files for a terminal: what would steer it, or reorder the line, is shown as an escape."""
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text
+    )
 
 
 def width(form: str) -> int:

@@ -30,37 +30,35 @@ def answer_examples(
         The rollouts in the order of the examples, and the examples left out because their prompt is over the budget
         (`budget.prompt`, or `budget.context` together with the longest response). Their uids are logged.
     """
-    prompts = {example.uid: encoder.encode(student_messages(task, example)) for example in examples}
+    prompts = [(example, encoder.encode(student_messages(task, example))) for example in examples]
     limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
-    fitting = [example for example in examples if len(prompts[example.uid]) <= limit]
-    skipped = [example for example in examples if len(prompts[example.uid]) > limit]
-    for example in skipped:
-        logger.warning("%s left out: its prompt has %d tokens, the limit is %d", example.uid, len(prompts[example.uid]), limit)
-    responses = engine.generate([prompts[example.uid] for example in fitting], sampling, seed, progress)
+    fitting = [(example, prompt) for example, prompt in prompts if len(prompt) <= limit]
+    skipped = [(example, prompt) for example, prompt in prompts if len(prompt) > limit]
+    for example, prompt in skipped:
+        logger.warning("%s left out: its prompt has %d tokens, the limit is %d", example.uid, len(prompt), limit)
+    responses = engine.generate([prompt for _, prompt in fitting], sampling, seed, progress)
     return [
-        Rollout(example, prompts[example.uid], response, task.verify(example, response.text))
-        for example, response in zip(fitting, responses, strict=True)
-    ], skipped
+        Rollout(example, prompt, response, task.verify(example, response.text))
+        for (example, prompt), response in zip(fitting, responses, strict=True)
+    ], [example for example, _ in skipped]
 
 
 def summarise(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Accuracy (strict and lenient), its standard error, and how the responses look."""
     n = len(rollouts)
-    if n == 0:
-        return {"accuracy": math.nan, "n": 0}
 
-    def share(values: Sequence[bool]) -> float:
-        return sum(values) / n
+    def share(values: Sequence[float]) -> float:
+        return sum(values) / n if n else math.nan
 
     accuracy = share([r.verdict.correct for r in rollouts])
     summary = {
         "accuracy": accuracy,
         "lenient_accuracy": share([r.verdict.lenient_correct for r in rollouts]),
         "well_formed_rate": share([r.verdict.well_formed for r in rollouts]),
-        "stderr": math.sqrt(accuracy * (1 - accuracy) / n),
+        "stderr": math.sqrt(accuracy * (1 - accuracy) / max(n, 1)),
         "n": n,
         "truncated_rate": share([not r.response.finished for r in rollouts]),
-        "response_length": sum(len(r.response_ids) for r in rollouts) / n,
+        "response_length": share([len(r.response_ids) for r in rollouts]),
     }
     categories = sorted({r.example.category for r in rollouts if r.example.category})
     for category in categories:

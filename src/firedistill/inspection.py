@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
+from firedistill.display import visible
 from firedistill.evaluation import answer_examples
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.objectives.objective import chunks
@@ -53,16 +54,15 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
     student = score_responses(trainer.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
     views = ["full", *range(len(rollout.feedback))]
     with trainer.teacher.applied():
-        states = trainer.view_scorer.score(
-            [0], [[trainer.view_ids(rollout, view)] for view in views], [rollout.response_ids]
-        )
+        states = trainer.view_scorer.score([0], [[trainer.view_ids(rollout, view)] for view in views], [rollout.response_ids])
     trainer.view_scorer.forget()
     teacher = [view.hidden for view in states]
     token_ids = torch.tensor(rollout.response_ids, device=student.device)
+    teacher_head = trainer.teacher_head()
     targets, betas = [], []
     for rows in chunks(len(token_ids), trainer.head.vocabulary_size):
         logits = trainer.head(student[rows])
-        full, *without = (trainer.head(view[rows]) for view in teacher)
+        full, *without = (teacher_head(view[rows]) for view in teacher)
         loo_logits = torch.stack(without) if without else None
         targets.append(
             fire_target(logits, full, loo_logits, log_prob_floor=args.log_prob_floor, attribution=loo_logits is not None)
@@ -83,7 +83,7 @@ def print_inspection(inspection: Inspection, trainer: SelfDistillTrainer, consol
     verdict = rollout.verdict
 
     def panel(text: str, title: str) -> None:
-        console.print(Panel(escape(text), title=title, title_align="left"))
+        console.print(Panel(Text(visible(text)), title=Text(visible(title)), title_align="left"))
 
     panel(trainer.encoder.render(student_messages(trainer.task, rollout.example)), f"student prompt, {rollout.example.uid}")
     panel(
@@ -112,12 +112,12 @@ def token_table(inspection: Inspection) -> Table:
     table = Table(title=f"per token ({branch})")
     table.add_column("token")
     for title in ["rho", "|g_c|", "chi", "alpha full", *(f"alpha {name}" for name in names), "eta", "beta"]:
-        table.add_column(title, justify="right")
+        table.add_column(Text(visible(title)), justify="right")
     for t, token in enumerate(inspection.tokens):
         alphas = [f"{float(a):.3f}" for a in target.alpha[:, t]]
         values = [float(target.rho[t]), float(target.energy[t]) ** 0.5, float(target.chi[t])]
         table.add_row(
-            escape(repr(token)[1:-1]),
+            Text(repr(token)[1:-1]),
             *(f"{value:.4f}" for value in values),
             *alphas,
             f"{float(target.eta[t]):.3f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import types
 import typing
@@ -36,13 +37,15 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
     settings = {}
     for name, (value, where) in values.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"; did you mean {close[0]}?" if close else "; see --help and --help-all"
             raise OptionError(f"unknown option {name!r} {where}{hint}")
         try:
             settings[name] = coerce(value, annotations[name])
         except (TypeError, ValueError) as error:
             raise OptionError(f"{name} {where} is {value!r}: {error}") from error
+    if "report_to" in settings and settings["report_to"] is None:
+        settings["report_to"] = "none"  # transformers would look for a tracker called None
     try:
         return kind(**settings)
     except (ValueError, ImportError) as error:
@@ -56,21 +59,18 @@ def read_recipe(name: str) -> dict[str, Any]:
         OptionError: there is none, or it holds no mapping.
     """
     path = Path(name)
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif path.is_dir() and (path / "config.yaml").is_file():
-        text = (path / "config.yaml").read_text(encoding="utf-8")
-    elif (resources.files("firedistill.recipes") / f"{name}.yaml").is_file():
-        text = (resources.files("firedistill.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
-    else:
+    built_in = resources.files("firedistill.recipes") / f"{name}.yaml"
+    if path.is_dir() and (path / "config.yaml").is_file():
+        path = path / "config.yaml"
+    if not path.is_file() and not built_in.is_file():
         raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_recipes())}")
     try:
-        values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        values = yaml.safe_load((path if path.is_file() else built_in).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise OptionError(f"{name} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | None):
         raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")
-    return values
+    return values or {}
 
 
 def built_in_recipes() -> list[str]:
@@ -116,7 +116,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     for choice in sorted((c for c in choices if c is not type(None)), key=_strictness):
         try:
             return _as(value, choice)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, yaml.YAMLError):
             continue
     raise TypeError(f"expected {describe(annotation)}")
 
@@ -131,9 +131,8 @@ def _as(value: Any, kind: Any) -> Any:
     if origin is bool:
         if isinstance(value, bool):
             return value
-        return (
-            {"true": True, "false": False, "yes": True, "no": False}[str(value).lower()] if isinstance(value, str) else _fail()
-        )
+        truth = {"true": True, "false": False, "yes": True, "no": False}.get(str(value).lower())
+        return _fail() if truth is None else truth
     if isinstance(value, bool):
         _fail()
     if origin is int:
@@ -145,8 +144,8 @@ def _as(value: Any, kind: Any) -> Any:
         return str(value) if isinstance(value, str | int | float) else _fail()
     if origin is list:
         items = yaml.safe_load(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
-        items = items.split(",") if isinstance(items, str) else items
-        return [_as(item, (typing.get_args(kind) or (str,))[0]) for item in items]
+        items = [item.strip() for item in items.split(",")] if isinstance(items, str) else items
+        return [_as(item, (typing.get_args(kind) or (str,))[0]) for item in items] if isinstance(items, list) else _fail()
     if origin is dict:
         mapping = json.loads(value) if isinstance(value, str) else value
         return mapping if isinstance(mapping, dict) else _fail()
@@ -169,10 +168,12 @@ def describe(annotation: Any) -> str:
 
 def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:
     """Our own options by group, in the order in which they are declared."""
+    # Among a dataclass's fields, those that replace an inherited one stand in its place.
+    ours = [c for c in reversed(kind.__mro__) if issubclass(c, SelfDistillConfig)]
+    declared = list(dict.fromkeys(name for c in ours for name in inspect.get_annotations(c)))
     groups: dict[str, list[Field]] = {}
-    for option in fields(kind):
-        if "group" in option.metadata:
-            groups.setdefault(option.metadata["group"], []).append(option)
+    for option in sorted((f for f in fields(kind) if "group" in f.metadata), key=lambda f: declared.index(f.name)):
+        groups.setdefault(option.metadata["group"], []).append(option)
     return groups
 
 

@@ -6,6 +6,7 @@ ordinary characters and can neither end a turn nor open one.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -164,6 +165,8 @@ def fair_share(sizes: Sequence[int], budget: int) -> int:
 
 
 def _cut(text: str, size: int, encoder: PromptEncoder) -> str:
-    keep = max(0, size - len(encoder.encode_text(CUT_MARK)))
-    offsets = encoder.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True).offset_mapping
-    return text[: offsets[keep][0]].rstrip() + CUT_MARK
+    """The longest beginning of `text` that, with the mark, has at most `size` tokens (a share below the mark leaves the mark)."""
+    too_long = bisect.bisect_left(
+        range(1, len(text) + 1), True, key=lambda end: len(encoder.encode_text(text[:end].rstrip() + CUT_MARK)) > size
+    )
+    return text[:too_long].rstrip() + CUT_MARK

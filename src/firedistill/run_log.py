@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from firedistill.rollouts.engine import Rollout
+
+ROLLOUT_COLUMNS = pa.schema(
+    {
+        "step": pa.int64(),
+        "uid": pa.string(),
+        "prompt": pa.string(),
+        "response": pa.string(),
+        "expected": pa.string(),
+        "submitted": pa.string(),
+        "correct": pa.bool_(),
+        "lenient_correct": pa.bool_(),
+        "well_formed": pa.bool_(),
+        "finished": pa.bool_(),
+        "response_tokens": pa.int64(),
+        "trained": pa.bool_(),
+        "feedback": pa.list_(pa.struct({"name": pa.string(), "text": pa.string()})),
+    }
+)
+"""The same in every file, so that the files of a run can be read as one table."""
 
 
 class RunLog:
@@ -28,8 +48,10 @@ class RunLog:
         """Begin after optimizer step `step` (0: a fresh run); rows that the run will write again are dropped."""
         for name in ("metrics.jsonl", "evals.jsonl"):
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= step] if step else []
-            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        for path in self.folder.glob("rollouts/*.parquet"):
+            unfinished = self.folder / f"{name}.unfinished"
+            unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
+            unfinished.replace(self.folder / name)
+        for path in self.folder.glob("rollouts/*_[0-9]*.parquet"):
             if step == 0 or int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
 
@@ -43,25 +65,32 @@ class RunLog:
         folder = self.folder / "rollouts"
         folder.mkdir(exist_ok=True)
         if rows:
-            pq.write_table(pa.Table.from_pylist(list(rows)), folder / f"{prefix}_{step:06d}.parquet")
+            pq.write_table(pa.Table.from_pylist(list(rows), schema=ROLLOUT_COLUMNS), folder / f"{prefix}_{step:06d}.parquet")
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, allow_nan=True) + "\n")
+            file.write(json_line(row))
             file.flush()
 
 
+def json_line(row: dict[str, Any]) -> str:
+    """A row of numbers as a line of JSON, which has no NaN and no infinity: they become null."""
+    finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file; an unfinished last line (a run that was killed while writing) is left out."""
+    """Rows of a JSON Lines file, null read as NaN; an unfinished last line (a run killed while writing) is left out."""
     path = Path(path)
     if not path.is_file():
         return []
     rows = []
     for line in path.read_text(encoding="utf-8").split("\n"):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
     return rows
 
 
@@ -73,8 +102,8 @@ def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict
         "uid": rollout.example.uid,
         "prompt": prompt,
         "response": rollout.response.text,
-        "expected": verdict.expected,
-        "submitted": verdict.submitted,
+        "expected": str(verdict.expected),
+        "submitted": None if verdict.submitted is None else str(verdict.submitted),
         "correct": verdict.correct,
         "lenient_correct": verdict.lenient_correct,
         "well_formed": verdict.well_formed,

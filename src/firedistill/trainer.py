@@ -124,6 +124,14 @@ class SelfDistillTrainer(Trainer):
             )
         if processing_class is None:
             raise ValueError("a model object needs its tokenizer: pass processing_class=...")
+        if args.checkpoint_sampling:
+            args.top_k = model.generation_config.top_k or 0
+            args.repetition_penalty = model.generation_config.repetition_penalty or 1.0
+        if args.n_gpu > 1:
+            logger.warning(
+                "one process uses one GPU; for %d GPUs start with: torchrun --nproc_per_node %d", args.n_gpu, args.n_gpu
+            )
+            args._n_gpu = 1
         if not hasattr(model, "peft_config"):
             model = trainable_adapter(model, args)
 
@@ -161,7 +169,7 @@ class SelfDistillTrainer(Trainer):
         self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, args.eval_batch_size)
         share_prefixes = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
         self.view_scorer = ViewScorer(self.model, share_prefixes, args.score_tokens_per_forward)
-        self.run_log = RunLog(args.output_dir) if self.is_world_process_zero() else None
+        self.run_log: RunLog | None = None  # made when training starts: looking at a model leaves no folder behind
         self.step_log: StepLog | None = None
         self.last_metrics: dict[str, Any] = {}
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
@@ -213,9 +221,7 @@ class SelfDistillTrainer(Trainer):
             rollouts=rollouts,
             student=student,
             head=self.head,
-            teacher_head=Head.of(
-                unwrap(self.model), self.args.score_temperature, self.teacher.values_for(self.head.projection)
-            ),
+            teacher_head=self.teacher_head(),
             teacher=lambda rows, views: self.score_views([rollouts[row] for row in rows], views),
             saved=lambda rows, views: self.step_log.add(
                 teacher_tokens_saved=sum(self.view_tokens(rollouts[row], view) for row in rows for view in views)
@@ -242,6 +248,10 @@ class SelfDistillTrainer(Trainer):
             seed=self.sampling_seed(),
             progress=lambda done: self.on_progress("rollouts", done, len(examples)),
         )
+
+    def teacher_head(self) -> Head:
+        """The head under the teacher's weights; the student's own unless the head is trained."""
+        return Head.of(unwrap(self.model), self.args.score_temperature, self.teacher.values_for(self.head.projection))
 
     # ---- Rollouts and views --------------------------------------------------------------------------------------------------
 
@@ -298,7 +308,7 @@ class SelfDistillTrainer(Trainer):
         """Linear warm-up, then cosine (or constant); no step has rate 0."""
         if self.lr_scheduler is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
-            kind = str(self.args.lr_scheduler_type)
+            kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer, lambda done: learning_rate_factor(done + 1, warmup, num_training_steps, kind)
             )
@@ -362,7 +372,8 @@ class SelfDistillTrainer(Trainer):
                 resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             step = json.loads((Path(resume_from_checkpoint) / "trainer_state.json").read_text())["global_step"]
             self.args.eval_on_start = False
-        if self.run_log is not None:
+        if self.is_world_process_zero():
+            self.run_log = RunLog(self.args.output_dir)
             self.run_log.start(step)
             self.args.save_yaml(Path(self.args.output_dir) / "config.yaml")
         result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -531,7 +542,7 @@ def last_checkpoint(folder: str | Path) -> str:
     found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
     complete = [path for path in found if (path / COUNTERS).is_file() and (path / "teacher.safetensors").is_file()]
     if not complete:
-        raise ValueError(f"{folder} has no complete checkpoint to resume from; start without resume_from_checkpoint")
+        raise ValueError(f"{folder} has no complete checkpoint to go on from; start the run anew")
     return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
 
 

@@ -2,8 +2,9 @@
 
 A student that never writes the answer line, or never finds an answer, gives self-distillation nothing to work with. A few dozen
 steps on the task's own solutions mend that. Nor does a teacher help that cannot read feedback: with `feedback_share`, some of the
-prompts are the teacher's, with feedback about a wrong attempt, and the solution is what should follow. The run has the same directory, evaluation and resume as any other; its adapter is
-what `--initial_adapter` of a training run takes.
+prompts are the teacher's, with feedback about a wrong attempt, and the solution is what should follow.
+
+The run has the same directory, evaluation and resume as any other; its adapter is what `--initial_adapter` of a training run takes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Response, Rollout
-from firedistill.tasks import Example
+from firedistill.tasks import Example, Verdict
 from firedistill.trainer import SelfDistillTrainer
 
 
@@ -56,7 +57,13 @@ class WarmStartTrainer(SelfDistillTrainer):
     def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
         draw = random.Random(self.sampling_seed())
         rollouts = [self.gold_rollout(example, draw) for example in examples]
-        fitting = [r for r in rollouts if len(r.prompt_ids) + len(r.response_ids) <= self.args.max_context_tokens]
+        budget = self.args.budget
+        fitting = [
+            r
+            for r in rollouts
+            if len(r.prompt_ids) <= budget.prompt + budget.feedback
+            and len(r.prompt_ids) + len(r.response_ids) <= budget.context
+        ]
         return fitting, [r.example for r in rollouts if r not in fitting]
 
     def gold_rollout(self, example: Example, draw: random.Random) -> Rollout:
@@ -64,12 +71,23 @@ class WarmStartTrainer(SelfDistillTrainer):
             raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
         messages = student_messages(self.task, example)
         if draw.random() < self.args.feedback_share:
-            attempt = draw.choice(self.train_dataset.examples).solution or ""
-            feedback = self.task.feedback(example, attempt, self.task.verify(example, attempt))
-            messages = teacher_messages(self.task, example, fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)[0])
+            attempt, verdict = self.wrong_attempt(example, draw)
+            feedback = self.task.feedback(example, attempt, verdict)
+            messages = teacher_messages(
+                self.task, example, fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)[0]
+            )
         solution_ids = [*self.encoder.encode_text(example.solution), self.processing_class.eos_token_id]
         response = Response(solution_ids, example.solution, finished=True)
         return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution))
+
+    def wrong_attempt(self, example: Example, draw: random.Random) -> tuple[str, Verdict]:
+        """The solution of another problem with another answer; an empty attempt where chance finds none."""
+        for _ in range(20):
+            attempt = draw.choice(self.train_dataset.examples).solution or ""
+            verdict = self.task.verify(example, attempt)
+            if not verdict.correct:
+                return attempt, verdict
+        return "", self.task.verify(example, "")
 
     def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
         """Nothing is generated; only the length of the solutions is reported."""

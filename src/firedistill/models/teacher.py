@@ -28,7 +28,7 @@ class EMATeacher:
     def __init__(self, model: nn.Module, rate: float):
         if not 0 < rate <= 1:
             raise ValueError(f"ema_rate is {rate}; it is 1 - mu, the weight of the new student, and lies in (0, 1]")
-        self.rate = rate
+        self.model, self.rate = model, rate
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; add an adapter before the teacher is made")
@@ -48,9 +48,14 @@ class EMATeacher:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Run the student's modules with the teacher's weights, without gradient. The student's tensors are put back untouched."""
+        """Run the student's modules with the teacher's weights, in evaluation mode (no dropout, caches allowed), without gradient.
+
+        The student's tensors and its training flags are put back untouched.
+        """
         student = {name: p.data for name, p in self.parameters.items()}
+        training = [module for module in self.model.modules() if module.training]
         try:
+            self.model.eval()
             for name, p in self.parameters.items():
                 p.data = self.shadow[name].to(p.dtype)
             with torch.no_grad():
@@ -58,6 +63,8 @@ class EMATeacher:
         finally:
             for name, p in self.parameters.items():
                 p.data = student[name]
+            for module in training:
+                module.training = True
 
     def values_for(self, module: nn.Module) -> dict[str, Tensor]:
         """The teacher's values of the trainable parameters of `module`, by their names inside it (tied weights included)."""

@@ -177,24 +177,27 @@ def half_l1_influence(
 
 
 @torch.no_grad()
-def excised_target(student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def excised_target(
+    student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, mask: Tensor, *, log_prob_floor: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Hard gradient excision: the teacher without the field that changes the induced gradient most over the response.
 
     Args:
         student_logits, teacher_logits: `[..., T, V]`.
         loo_logits: `[B, ..., T, V]`.
         mask: `[..., T]`, true at response tokens.
+        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
 
     Returns:
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
         field `[...]` of each response (the first one on ties).
     """
-    influence = half_l1_influence(student_logits, teacher_logits, loo_logits)
+    influence = half_l1_influence(student_logits, teacher_logits, loo_logits, log_prob_floor)
     mask = mask.bool()
     mean_influence = influence.where(mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     removed = mean_influence.argmax(0)
     index = removed.reshape(1, *removed.shape, 1, 1).expand(1, *loo_logits.shape[1:])
-    return finite_logits(loo_logits.gather(0, index).squeeze(0)).log_softmax(-1), removed
+    return floored(loo_logits.gather(0, index).squeeze(0), log_prob_floor).log_softmax(-1), removed
 
 
 @register("fire")
@@ -323,17 +326,7 @@ class HardGradientExcision(Fire):
         loss = batch.no_loss()
         for names, group in groups_by_fields(batch, rows).items():
             full, *without = batch.teacher(group, ["full", *range(len(names))])
-
-            def influence(student_logits: Tensor, chunk: Chunk, full=full, without=without) -> Tensor:
-                loo_logits = torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without])
-                return half_l1_influence(
-                    student_logits, batch.teacher_head(full.hidden[chunk]), loo_logits, batch.log_prob_floor
-                )
-
-            removed = [int(scores.mean(-1).argmax()) for scores in batch.map_tokens(group, influence)]
-            for j, name in enumerate(names):
-                batch.averages.add(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
-            target = ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
+            target = self.excise(batch, group, names, full, without) if names else full
 
             def token_loss(student_logits: Tensor, chunk: Chunk, full=full, target=target) -> Tensor:
                 log_probs = floored(batch.teacher_head(target.hidden[chunk]), batch.log_prob_floor)
@@ -346,3 +339,17 @@ class HardGradientExcision(Fire):
 
             loss = loss + batch.token_mean_loss(group, token_loss)
         return loss
+
+    def excise(
+        self, batch: TrainingBatch, rows: list[int], names: tuple[str, ...], full: ResponseStates, without: list[ResponseStates]
+    ) -> ResponseStates:
+        """Of every response, the view without its most influential field."""
+
+        def influence(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            loo_logits = torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without])
+            return half_l1_influence(student_logits, batch.teacher_head(full.hidden[chunk]), loo_logits, batch.log_prob_floor)
+
+        removed = [int(scores.mean(-1).argmax()) if scores.numel() else 0 for scores in batch.map_tokens(rows, influence)]
+        for j, name in enumerate(names):
+            batch.averages.add(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
+        return ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])

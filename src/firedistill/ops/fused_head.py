@@ -52,10 +52,9 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to `[..., V]` float32 logits (float64 for a float64 head)."""
-        if self.override:
-            logits = torch.func.functional_call(self.projection, self.override, (hidden,))
-        else:
-            logits = self.projection(hidden)
+        logits = (
+            torch.func.functional_call(self.projection, self.override, (hidden,)) if self.override else self.projection(hidden)
+        )
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,18 +29,20 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
 
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots(2, 3).ravel()
-    for run, label in zip(runs, labels or [Path(run).name for run in runs], strict=True):
+    names = [Path(run).resolve().name for run in runs]
+    labels = labels or (names if len(set(names)) == len(names) else [str(run) for run in runs])
+    for run, label in zip(runs, labels, strict=True):
         metrics, evaluations = read_jsonl(Path(run) / "metrics.jsonl"), read_jsonl(Path(run) / "evals.jsonl")
         if not metrics:
             raise ValueError(f"{run} is not a run directory: it has no rows in metrics.jsonl")
-        for axis, (_, key, _) in zip(axes, PANELS, strict=True):
+        for axis, (_, key, logarithmic) in zip(axes, PANELS, strict=True):
             if key == "accuracy":
-                steps = [row["step"] for row in evaluations]
-                values = [row[key] for row in evaluations]
-                errors = [row["stderr"] for row in evaluations]
+                measured = [row for row in evaluations if row["n"]]
+                steps, values, errors = ([row[name] for row in measured] for name in ("step", key, "stderr"))
                 axis.errorbar(steps, values, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
                 continue
-            points = [(row["step"], row[key]) for row in metrics if key in row]
+            points = [(row["step"], row[key]) for row in metrics if math.isfinite(row.get(key, math.nan))]
+            points = [(step, value) for step, value in points if value > 0 or not logarithmic]
             if points:
                 drawn = axis.plot(*zip(*points, strict=True), alpha=0.3, linewidth=1)
                 steps, values = zip(*points, strict=True)
@@ -52,7 +55,7 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
         if logarithmic and axis.lines:
             axis.set_yscale("log")
     axes[0].legend(fontsize=8)
-    path = Path(path)
+    path = Path(path) if Path(path).suffix else Path(path).with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     return path

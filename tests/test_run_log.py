@@ -1,0 +1,217 @@
+"""The run directory: rows that survive a kill, valid JSON, parquet files that fit together, and the pictures made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+
+from firedistill import Example, FeedbackField, Verdict
+from firedistill.evaluation import answer_examples, summarise
+from firedistill.prompts import PromptEncoder, TokenBudget
+from firedistill.report.curves import plot_runs, smooth
+from firedistill.rollouts.engine import Response, Rollout, Sampling
+from firedistill.run_log import RunLog, json_line, read_jsonl, rollout_row
+from tiny import ToyTask, byte_tokenizer
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def rollout(text: str = "abc", submitted: str | None = None, feedback: tuple = (), category: str | None = None) -> Rollout:
+    verdict = Verdict(submitted == "4", submitted, "4", well_formed=submitted is not None, lenient_correct=submitted == "4")
+    example = Example("toy/train/0", "2 + 2?", "4", category=category)
+    return Rollout(example, [5, 6], Response([7] * len(text), text, True), verdict, feedback)
+
+
+# ---- Rows ------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    log = RunLog(tmp_path / "deep" / "run")
+    for step in (1, 2):
+        log.metrics({"step": step, "loss": 0.5})
+        assert [row["step"] for row in read_jsonl(tmp_path / "deep" / "run" / "metrics.jsonl")] == list(range(1, step + 1))
+    log.evaluation({"step": 0, "accuracy": 1.0})
+    assert (tmp_path / "deep" / "run" / "evals.jsonl").read_text() == '{"step": 0, "accuracy": 1.0}\n'
+
+
+def test_a_last_line_cut_off_by_a_kill_is_left_out_and_gone_after_resumption(tmp_path):
+    log = RunLog(tmp_path)
+    for step in (1, 2, 3):
+        log.metrics({"step": step, "loss": 0.25})
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    for cut in range(1, len(whole.splitlines()[-1])):
+        (tmp_path / "metrics.jsonl").write_bytes(whole[: -cut - 1])
+        assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    log.start(2)
+    log.metrics({"step": 3, "loss": 0.75})
+    assert [row["loss"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [0.25, 0.25, 0.75]
+
+
+def test_no_file_is_no_rows(tmp_path):
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_start_drops_what_will_be_written_again_and_nothing_else(tmp_path):
+    log = RunLog(tmp_path)
+    for step in range(1, 6):
+        log.metrics({"step": step})
+        log.rollouts(step, [rollout_row(rollout(), step, "p", True)])
+    for step in (0, 2, 4):
+        log.evaluation({"step": step})
+        log.rollouts(step, [rollout_row(rollout(), step, "p", False)], prefix="eval")
+    (tmp_path / "rollouts" / "notes.parquet").write_text("the user's own")
+    log.start(3)
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_jsonl(tmp_path / "evals.jsonl")] == [0, 2]
+    left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
+    steps = [f"step_{step:06d}.parquet" for step in (1, 2, 3)]
+    assert left == ["eval_000000.parquet", "eval_000002.parquet", "notes.parquet", *steps]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evals.jsonl", "metrics.jsonl", "rollouts"]
+    log.start(0)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == read_jsonl(tmp_path / "evals.jsonl") == []
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["notes.parquet"]
+
+
+def test_numbers_that_json_does_not_have_are_null_on_disk_and_nan_when_read(tmp_path):
+    log = RunLog(tmp_path)
+    log.metrics({"step": 1, "grad_norm": math.inf, "loss": math.nan, "beta": 0.5})
+    line = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert json.loads(line, parse_constant=refuse) == {"step": 1, "grad_norm": None, "loss": None, "beta": 0.5}
+    log.start(1)  # what is written again stays valid
+    (row,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert math.isnan(row["grad_norm"]) and math.isnan(row["loss"]) and row["beta"] == 0.5
+    assert (tmp_path / "metrics.jsonl").read_text() == line
+
+
+def test_rows_written_before_that_are_read_too(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
+    assert math.isnan(read_jsonl(tmp_path / "metrics.jsonl")[0]["loss"])
+
+
+@pytest.mark.parametrize("text", ["a\u2028b\u2029c\x85d", "line\nbreak\r\n", "\x1b[31m", "naïve 😀 漢字"])
+def test_any_text_stays_on_one_line(text, tmp_path):
+    RunLog(tmp_path).metrics({"step": 1, "name": text})
+    assert json_line({"name": text}).count("\n") == 1
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 1, "name": text}]
+
+
+# ---- Rollouts --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rollout_files_of_a_run_are_one_table(tmp_path):
+    log = RunLog(tmp_path)
+    field = FeedbackField("outcome", "wrong\u2028 [bold]")
+    log.rollouts(
+        1, [rollout_row(rollout("x\u2028y"), 1, "prompt", True)]
+    )  # no answer, no feedback: nothing to infer types from
+    log.rollouts(2, [rollout_row(rollout("4", "4", (field,)), 2, "prompt", False)])
+    log.rollouts(3, [])
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_000001.parquet", "step_000002.parquet"]
+    first, second = pq.read_table(tmp_path / "rollouts").sort_by("step").to_pylist()
+    assert first == {
+        "step": 1,
+        "uid": "toy/train/0",
+        "prompt": "prompt",
+        "response": "x\u2028y",
+        "expected": "4",
+        "submitted": None,
+        "correct": False,
+        "lenient_correct": False,
+        "well_formed": False,
+        "finished": True,
+        "response_tokens": 3,
+        "trained": True,
+        "feedback": [],
+    }
+    assert second["submitted"] == "4" and second["feedback"] == [{"name": "outcome", "text": "wrong\u2028 [bold]"}]
+
+
+def test_a_verifier_of_ones_own_may_submit_numbers(tmp_path):
+    row = rollout()
+    row.verdict = Verdict(True, 4, 4)
+    RunLog(tmp_path).rollouts(1, [rollout_row(row, 1, "p", True)])
+    assert pq.read_table(tmp_path / "rollouts").to_pylist()[0]["submitted"] == "4"
+
+
+# ---- What an evaluation amounts to -------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_an_evaluation():
+    rollouts = [rollout("abcd", "4", category="number theory"), rollout("ab", "5", category="number theory"), rollout("ab")]
+    summary = summarise(rollouts)
+    assert summary["accuracy"] == summary["lenient_accuracy"] == pytest.approx(1 / 3)
+    assert summary["well_formed_rate"] == pytest.approx(2 / 3) and summary["n"] == 3
+    assert summary["stderr"] == pytest.approx(math.sqrt(2 / 27)) and summary["truncated_rate"] == 0
+    assert summary["response_length"] == pytest.approx(8 / 3) and summary["accuracy_number_theory"] == 0.5
+
+
+def test_the_summary_of_nothing_has_the_same_columns():
+    empty, full = summarise([]), summarise([rollout()])
+    assert empty.keys() == full.keys() and empty["n"] == 0
+    assert all(math.isnan(value) for name, value in empty.items() if name != "n")
+
+
+class Echo:
+    """An engine that answers with the prompt."""
+
+    def generate(self, prompts, sampling, seed, progress=None):
+        return [Response(prompt, byte_tokenizer().decode(prompt, skip_special_tokens=True), True) for prompt in prompts]
+
+
+def test_every_example_gets_its_own_prompt_even_if_uids_repeat(caplog):
+    examples = [Example("same", question, "even") for question in ("one", "two", "long " * 50)]
+    encoder = PromptEncoder(byte_tokenizer())
+    budget = TokenBudget(prompt=150, feedback=10, context=400)
+    rollouts, skipped = answer_examples(Echo(), ToyTask(), encoder, examples, Sampling(max_new_tokens=5), budget)
+    assert ["one" in r.response.text for r in rollouts] == [True, False] and "two" in rollouts[1].response.text
+    assert skipped == examples[2:] and "same left out" in caplog.text
+
+
+# ---- Pictures --------------------------------------------------------------------------------------------------------------
+
+
+def write_run(folder, steps=range(1, 9), **columns):
+    log = RunLog(folder)
+    for step in steps:
+        log.metrics({"step": step, "loss": 1 / step, **{name: values[step % len(values)] for name, values in columns.items()}})
+        if step % 4 == 0:
+            log.evaluation({"step": step, "accuracy": 0.5, "stderr": 0.1, "n": 20})
+    return folder
+
+
+def test_a_picture_of_several_runs_with_gaps(tmp_path, recwarn):
+    """Columns that a method has not, skipped steps, numbers that are none, an evaluation that answered nothing."""
+    first = write_run(tmp_path / "a", grad_norm=[1.0, math.nan, math.inf, 0.0], correct_rate=[0.5, 0.25], chi_active=[0.1])
+    second = write_run(tmp_path / "b", grad_norm=[0.0], response_length=[12.0])
+    third = write_run(tmp_path / "c", steps=range(1, 3), loss=[math.nan])
+    (tmp_path / "a" / "evals.jsonl").open("a").write('{"step": 9, "accuracy": null, "n": 0, "stderr": null}\n{"step": 10, "acc')
+    for runs in ([first], [first, second, third]):
+        picture = plot_runs(runs, tmp_path / "new" / "curves.png")
+        assert picture.read_bytes().startswith(PNG) and picture.stat().st_size > 20_000
+    assert not [warning for warning in recwarn if "matplotlib" in str(warning.filename)]
+    assert plot_runs([first], tmp_path / "curves.svg").read_text().startswith("<?xml")
+    assert plot_runs([first], tmp_path / "curves") == tmp_path / "curves.png" and (tmp_path / "curves.png").is_file()
+
+
+def test_runs_of_the_same_name_can_be_told_apart(tmp_path):
+    runs = [write_run(tmp_path / parent / "run") for parent in ("fire", "full_context")]
+    picture = plot_runs(runs, tmp_path / "curves.svg").read_text()
+    assert all(f"{parent}/run" in picture for parent in ("fire", "full_context"))
+
+
+def test_a_folder_that_is_no_run_has_no_picture(tmp_path):
+    with pytest.raises(ValueError, match="is not a run directory: it has no rows in metrics.jsonl"):
+        plot_runs([tmp_path], tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_smoothing_keeps_length_and_level():
+    assert smooth([3.0]) == [3.0] and smooth([2.0] * 7) == [2.0] * 7
+    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])
