@@ -152,6 +152,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     from firedistill.inspection import inspect_example, print_inspection
+    from firedistill.trainer import last_checkpoint
 
     arguments = list(arguments)
     number = take_option(arguments, "example", "0")
@@ -163,6 +164,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = trainer.task.examples(split, index + 1, trainer.args.eval_subset_seed, trainer.args.data_dir)
     if index >= len(examples):
         raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
+    if list(Path(trainer.args.output_dir).glob("checkpoint-*/teacher.safetensors")):
+        trainer.teacher.load(last_checkpoint(trainer.args.output_dir))
     print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
     return 0
 
