@@ -19,6 +19,7 @@ from firedistill.functional import (
     reverse_kl,
     sft_weight,
 )
+from firedistill.objectives.distributions import log_softmax
 
 V, B = 29, 4
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -224,7 +225,7 @@ def test_identities(generator, spread, gap, fields, step_scale, floor):
     assert ((mixture - g_A).abs() <= 1e-9 * size).all()
     if floor is None:
         untouched = target.chi == 0
-        assert torch.equal(target.log_probs[untouched], teacher.log_softmax(-1)[untouched])
+        assert torch.equal(target.log_probs[untouched], log_softmax(teacher)[untouched])
 
 
 @settings(max_examples=150, deadline=None)
@@ -304,3 +305,31 @@ def test_excised_target_removes_the_most_influential_field_of_each_response():
         (induced_gradient(student, teacher) - induced_gradient(student, view)).abs().sum(-1)[0].mean() / 2 for view in without
     ]
     assert max(range(B), key=lambda j: scores[j]) == 2
+
+
+def test_float32_at_the_size_of_a_real_vocabulary():
+    """A peaked student over 150,000 tokens: the built-in float32 softmax loses the tail beside the top token."""
+    generator = torch.Generator().manual_seed(1)
+    student = 2 * torch.randn(3, 151_936, generator=generator)
+    student[:, 9] = student.amax(-1) + 8
+    teacher = student + torch.randn(3, 151_936, generator=generator)
+    without = teacher + torch.randn(2, 3, 151_936, generator=generator)
+    student, teacher, without = (x.bfloat16().float() for x in (student, teacher, without))
+    for floor in (None, math.log(1e-10)):
+        found = fire_target(student, teacher, without, step_scale=20.0, log_prob_floor=floor)
+        wide = fire_target(student.double(), teacher.double(), without.double(), step_scale=20.0, log_prob_floor=floor)
+        for name in ("rho", "energy", "field_energy", "alpha", "eta", "loss"):
+            torch.testing.assert_close(getattr(found, name).double(), getattr(wide, name), rtol=2e-5, atol=0)
+        torch.testing.assert_close(found.log_probs.double(), wide.log_probs, rtol=2e-5, atol=1e-7)
+    beta = sft_weight(student, torch.tensor([9, 9, 3]), 20.0)
+    torch.testing.assert_close(beta.double(), sft_weight(student.double(), torch.tensor([9, 9, 3]), 20.0), rtol=1e-5, atol=0)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    student, teacher, without = regime("mild", 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        fire_target(student, teacher, without, step_scale=0.5)
+    with pytest.raises(ValueError, match="B >= 1"):
+        excised_target(student[None], teacher[None], without[:0, None], torch.ones(1))
+    with pytest.raises(ValueError, match="mask"):
+        excised_target(student[None], teacher[None], without[:, None], torch.ones(2))

@@ -95,6 +95,7 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
 
     from firedistill.display import ConsoleReport, before_and_after
     from firedistill.report.curves import plot_runs
+    from firedistill.run_log import read_jsonl
 
     console.print(
         f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
@@ -109,8 +110,9 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         trainer.train(resume_from_checkpoint=resume or None)
     finally:
         report.progress.stop()  # a bar that is left on hides the cursor
-    if len(report.evaluations) > 1:
-        console.print(before_and_after(report.evaluations))
+    evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
+    if len(evaluations) > 1:
+        console.print(before_and_after(evaluations))
     picture = plot_runs([folder], folder / "curves.png")
     skipped = trainer.counters["skipped_updates"]
     if skipped:

@@ -134,7 +134,9 @@ class SelfDistillConfig(TrainingArguments):
 
     # --- Evaluation and the run directory
     output_dir: str | None = run_setting(None, "The run directory; runs/<task>-<method>-seed<seed> if not given.")
-    eval_steps: float | None = run_setting(25, "Evaluate every so many steps, and always before the first and after the last.")
+    eval_steps: float | None = run_setting(
+        25, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
+    )
     eval_size: int = run_setting(192, "Held-out problems; 0 turns evaluation off.")
     eval_subset_seed: int = run_setting(0, "Seed that picks the held-out problems; the same for all training seeds.")
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.")
@@ -155,6 +157,8 @@ class SelfDistillConfig(TrainingArguments):
             task = self.task.replace(":", "-").replace("/", "-")
             self.output_dir = str(Path("runs") / f"{task}-{self.method.replace(':', '-')}-seed{self.seed}")
         self._check()
+        if not self.eval_steps:
+            self.eval_steps = self.max_steps  # before the first step and after the last
         if self.eval_size == 0:
             self.eval_strategy, self.eval_on_start = "no", False
         # Recent versions of transformers call the same thing activation checkpointing, and warn of this name.
@@ -179,6 +183,17 @@ class SelfDistillConfig(TrainingArguments):
                 "a_0 must be above 0",
             ),
             (self.temperature >= 0, "temperature", "0 is greedy, above 0 samples"),
+            (
+                self.eval_steps is None or self.eval_steps >= 0,
+                "eval_steps",
+                "0 or none evaluates before and after training only",
+            ),
+            (0 <= self.lora_dropout < 1, "lora_dropout", "expected a share in [0, 1)"),
+            (self.lora_alpha > 0, "lora_alpha", "it must be above 0"),
+            (self.repetition_penalty > 0, "repetition_penalty", "1 is off"),
+            (self.top_k >= 0, "top_k", "0 is off"),
+            (not self.fp16, "fp16", "the base model has its own data type: use model_dtype instead of mixed precision"),
+            (not self.bf16, "bf16", "the base model has its own data type: use model_dtype instead of mixed precision"),
             (0 < self.top_p <= 1, "top_p", "expected a share in (0, 1]"),
             (self.log_prob_floor is None or self.log_prob_floor < 0, "log_prob_floor", "a natural logarithm below 0, or none"),
             (str(self.lr_scheduler_type) in {"cosine", "constant"}, "lr_scheduler_type", "expected 'cosine' or 'constant'"),

@@ -36,7 +36,6 @@ class ConsoleReport(TrainerCallback):
     def __init__(self, trainer: Any, console: Console):
         self.trainer, self.console = trainer, console
         self.columns: list[tuple[str, str, str]] = []
-        self.evaluations: list[dict[str, float]] = []
         trainer.on_progress = self.phase
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -81,7 +80,6 @@ class ConsoleReport(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and metrics.get("eval_n"):
-            self.evaluations.append({"step": state.global_step, **metrics})
             self.print(f"held-out, step {state.global_step}: {accuracy_line(metrics)}", style="cyan")
 
     def print(self, text: str, style: str | None = None) -> None:
@@ -115,9 +113,9 @@ def before_and_after(evaluations: list[dict[str, float]]) -> Table:
     for title in ("", "before", "after"):
         table.add_column(title, justify="right" if title else "left")
     first, last = evaluations[0], evaluations[-1]
-    rows = [("right", "eval_accuracy"), ("right, lenient", "eval_lenient_accuracy"), ("well-formed", "eval_well_formed_rate")]
+    rows = [("right", "accuracy"), ("right, lenient", "lenient_accuracy"), ("well-formed", "well_formed_rate")]
     for title, key in rows:
-        error = [f" ± {row['eval_stderr']:.1%}" if key == "eval_accuracy" else "" for row in (first, last)]
+        error = [f" ± {row['stderr']:.1%}" if key == "accuracy" else "" for row in (first, last)]
         table.add_row(title, f"{first[key]:.1%}{error[0]}", f"{last[key]:.1%}{error[1]}")
-    table.add_row("tokens per response", f"{first['eval_response_length']:.1f}", f"{last['eval_response_length']:.1f}")
+    table.add_row("tokens per response", f"{first['response_length']:.1f}", f"{last['response_length']:.1f}")
     return table

@@ -35,7 +35,7 @@ class Inspection:
 def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0) -> Inspection:
     """Sample one response and score it with the student and every teacher view.
 
-    The incorrect branch is computed for a correct response too (and the other way round): looking costs nothing.
+    Both branches of FIRE are computed, whatever the verdict and the run's method are, at the peak learning rate's step scale.
 
     Raises:
         ValueError: the prompt is over the budget, or the response is empty.
@@ -59,20 +59,24 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
     teacher = [view.hidden for view in states]
     token_ids = torch.tensor(rollout.response_ids, device=student.device)
     teacher_head = trainer.teacher_head()
+    scale = max(1.0, args.learning_rate / (args.nominal_learning_rate or args.learning_rate))
     targets, betas = [], []
-    for rows in chunks(len(token_ids), trainer.head.vocabulary_size):
+    for rows in chunks(student, trainer.head):
         logits = trainer.head(student[rows])
         full, *without = (teacher_head(view[rows]) for view in teacher)
         loo_logits = torch.stack(without) if without else None
-        targets.append(
-            fire_target(logits, full, loo_logits, log_prob_floor=args.log_prob_floor, attribution=loo_logits is not None)
+        target = fire_target(
+            logits,
+            full,
+            loo_logits,
+            step_scale=scale,
+            log_prob_floor=args.log_prob_floor,
+            attribution=loo_logits is not None,
         )
-        betas.append(sft_weight(logits, token_ids[rows]))
-    joined = {
-        name: torch.cat([getattr(t, name) for t in targets], dim=-1 if name != "log_probs" else 0)
-        for name in FireTarget.__dataclass_fields__
-        if name != "log_probs"
-    }
+        targets.append(target)
+        betas.append(sft_weight(logits, token_ids[rows], scale))
+    names = [name for name in FireTarget.__dataclass_fields__ if name != "log_probs"]
+    joined = {name: torch.cat([getattr(target, name) for target in targets], dim=-1) for name in names}
     tokens = [trainer.processing_class.decode([token]) for token in rollout.response_ids]
     return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
 

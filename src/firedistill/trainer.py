@@ -34,7 +34,7 @@ from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Rollout, RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.run_log import RunLog, rollout_row
+from firedistill.run_log import RunLog, read_jsonl, rollout_row
 from firedistill.scoring.prefix_tree import ViewScorer
 from firedistill.scoring.scorer import ResponseStates, last_hidden_states, score_responses, unwrap
 from firedistill.tasks import Example, Task, load_task
@@ -53,7 +53,7 @@ class StepLog:
     started: float
     averages: Averages = field(default_factory=Averages)
     sums: dict[str, float] = field(default_factory=dict)
-    loss: float = 0.0
+    loss: float | Tensor = 0.0
     grad_norm: float = math.nan
     trained_rollouts: int = 0
     skipped: bool = False
@@ -115,7 +115,6 @@ class SelfDistillTrainer(Trainer):
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
         args = args or SelfDistillConfig()
-        torch.manual_seed(args.seed)
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
         self.objective = load_objective(args.method, args)
         if model is None or isinstance(model, str):
@@ -133,6 +132,7 @@ class SelfDistillTrainer(Trainer):
             )
             args._n_gpu = 1
         if not hasattr(model, "peft_config"):
+            torch.manual_seed(args.seed)  # here, whatever loading drew: the seed alone decides the adapter's start
             model = trainable_adapter(model, args)
 
         if train_examples is None:
@@ -159,6 +159,7 @@ class SelfDistillTrainer(Trainer):
             callbacks=[TeacherUpdate(self), StepReport(self), *(callbacks or [])],
             optimizers=optimizers,
         )
+        self.model_accepts_loss_kwargs = True  # what transformers 5.16 asks instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
 
@@ -233,7 +234,7 @@ class SelfDistillTrainer(Trainer):
         # Distributed wrappers average the gradient over ranks; the objective wants the sum over all prompts divided by N.
         loss = self.objective.loss(batch) * self.args.world_size / self.prompts_per_step
         self.view_scorer.forget()
-        self.step_log.loss += float(loss.detach())
+        self.step_log.loss += loss.detach()
         return loss
 
     def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
@@ -289,6 +290,9 @@ class SelfDistillTrainer(Trainer):
 
     def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View]) -> list[ResponseStates]:
         """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient."""
+        if not rollouts:
+            empty = ResponseStates(torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size), [])
+            return [empty for _ in views]
         prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
         before = self.view_scorer.tokens
         with self.timed("seconds_score"), self.teacher.applied():
@@ -422,9 +426,10 @@ class SelfDistillTrainer(Trainer):
     def finish_step(self) -> None:
         """Reduce the step's log over ranks and write its row."""
         log = self.step_log
+        synchronise(self.args.device)
         total = time.perf_counter() - log.started
         log.add(seconds_update=total - log.sums.get("seconds_rollout", 0.0) - log.sums.get("seconds_score", 0.0))
-        ranks = gather_object([(log.averages, log.sums, log.loss)])
+        ranks = gather_object([(log.averages.on_host(), log.sums, float(log.loss))])
         averages = Averages().merge(rank[0] for rank in ranks)
         sums: dict[str, float] = {"teacher_tokens": 0, "teacher_tokens_saved": 0}
         for _, rank_sums, _ in ranks:
@@ -554,8 +559,6 @@ def synchronise(device: torch.device) -> None:
 
 def model_card(args: SelfDistillConfig, folder: Path) -> str:
     """A short card: what this adapter is, how it was made, what it scored."""
-    from firedistill.run_log import read_jsonl
-
     evaluations = read_jsonl(folder / "evals.jsonl")
     lines = [
         "---",

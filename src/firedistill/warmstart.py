@@ -12,8 +12,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
+from firedistill.models.loading import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.tasks import Example, Verdict
@@ -54,6 +56,12 @@ class WarmStartTrainer(SelfDistillTrainer):
         ValueError: a training example has no gold solution.
     """
 
+    @cached_property
+    def stop_id(self) -> int:
+        """The token with which the chat template ends an answer."""
+        found = end_of_turn_id(self.processing_class)
+        return self.processing_class.eos_token_id if found is None else found
+
     def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
         draw = random.Random(self.sampling_seed())
         rollouts = [self.gold_rollout(example, draw) for example in examples]
@@ -76,7 +84,7 @@ class WarmStartTrainer(SelfDistillTrainer):
             messages = teacher_messages(
                 self.task, example, fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)[0]
             )
-        solution_ids = [*self.encoder.encode_text(example.solution), self.processing_class.eos_token_id]
+        solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)
         return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution))
 

@@ -255,7 +255,7 @@ def _explain(name: str, what: str, error: BaseException) -> str:
 def _settle_stop_and_pad_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the end of a chat turn stop generation, and padding something that does not."""
     stops = _as_ids(model.generation_config.eos_token_id) or _as_ids(model.config.eos_token_id)
-    for token_id in (tokenizer.eos_token_id, _end_of_turn_id(tokenizer)):
+    for token_id in (tokenizer.eos_token_id, end_of_turn_id(tokenizer)):
         if token_id is not None and token_id not in stops:
             stops.append(token_id)
     rows = model.get_input_embeddings().weight.shape[0]
@@ -275,7 +275,7 @@ def _as_ids(value: int | Sequence[int] | None) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
-def _end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes after an assistant's answer, if there is one."""
     marker = "firedistill"
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]

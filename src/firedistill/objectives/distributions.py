@@ -5,7 +5,9 @@ given as log-probabilities or as logits: a constant added to all tokens changes 
 
 Two habits keep small numbers right. The student's most likely token, `top`, is the point of reference: log-ratios are shifted so
 that they are exactly 0 there, because a nearly deterministic student has `1 - p_top` far below the rounding error of `p_top`.
-And `1 - p_top` is the sum of the other probabilities, never a subtraction.
+And `1 - p_top` is the sum of the other probabilities, never a subtraction. For the same reason softmax and log-softmax are written
+out here: in float32 the built-in ones lose the tail of a large vocabulary beside the 1 of the top token (1e-4 of the energies at
+150,000 tokens), and round `log p_top = -1e-9` to 0.
 """
 
 from __future__ import annotations
@@ -22,6 +24,20 @@ def finite_logits(logits: Tensor) -> Tensor:
     if logits.dtype not in LARGEST_LOG_RATIO:
         raise TypeError(f"logits must be float32 or float64, not {logits.dtype}; call .float() on them first")
     return torch.maximum(logits, logits.amax(-1, keepdim=True) - LARGEST_LOG_RATIO[logits.dtype])
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """`[..., V]` probabilities of finite logits."""
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """`[..., V]` log-probabilities of finite logits; differentiable."""
+    top = logits.argmax(-1, keepdim=True)
+    shifted = logits - logits.gather(-1, top)
+    others = shifted.exp().scatter(-1, top, 0.0).sum(-1, keepdim=True)
+    return shifted - others.log1p()
 
 
 def log_ratio(logits: Tensor, target: Tensor, top: Tensor) -> Tensor:
@@ -51,12 +67,12 @@ def induced_gradient(student_logits: Tensor, target_log_probs: Tensor) -> Tensor
         `[..., V]`, detached; sums to 0 over the vocabulary.
     """
     logits, target = finite_logits(student_logits.detach()), finite_logits(target_log_probs.detach())
-    return centred(logits.softmax(-1), log_ratio(logits, target, logits.argmax(-1, keepdim=True)))
+    return centred(softmax(logits), log_ratio(logits, target, logits.argmax(-1, keepdim=True)))
 
 
 def fisher_trace(student_logits: Tensor) -> Tensor:
     """Trace of the softmax Fisher matrix, `sum_v p_v (1 - p_v) = 1 - ||p||^2` (eq. app_fisher); `[...]`, detached."""
-    probabilities = finite_logits(student_logits.detach()).softmax(-1)
+    probabilities = softmax(finite_logits(student_logits.detach()))
     top = probabilities.argmax(-1, keepdim=True)
     others = probabilities.scatter(-1, top, 0.0)
     top_variance = probabilities.gather(-1, top).squeeze(-1) * others.sum(-1)
@@ -75,7 +91,7 @@ def fisher_radius(student_logits: Tensor, step_scale: float = 1.0) -> Tensor:
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats; `[...]`."""
-    log_probs = finite_logits(logits).log_softmax(-1)
+    log_probs = log_softmax(finite_logits(logits))
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
@@ -91,13 +107,13 @@ class _ReverseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
         logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
-        probabilities = logits.softmax(-1)
+        probabilities = softmax(logits)
         top = logits.argmax(-1, keepdim=True)
         ratio = log_ratio(logits, target, top)
         ctx.save_for_backward(centred(probabilities, ratio))
         # With d the shifted ratio, KL = E_p[d] + log(p_top / q_top), and log(p_top / q_top) = log E_p[exp(-d)]. The second form,
         # arranged so that first-order parts cancel before they are rounded, is for close distributions; the first for far ones.
-        log_ratio_at_top = logits.log_softmax(-1).gather(-1, top) - target.log_softmax(-1).gather(-1, top)
+        log_ratio_at_top = log_softmax(logits).gather(-1, top) - log_softmax(target).gather(-1, top)
         far = (probabilities * ratio).sum(-1) + log_ratio_at_top.squeeze(-1)
         change = torch.expm1((-ratio).clamp(max=20.0))
         mean_change = (probabilities * change).sum(-1)

@@ -22,7 +22,9 @@ from firedistill.objectives.distributions import (
     fisher_radius,
     induced_gradient,
     log_ratio,
+    log_softmax,
     reverse_kl,
+    softmax,
 )
 from firedistill.objectives.objective import Averages, Chunk, Objective, TrainingBatch, register
 from firedistill.rollouts.engine import Rollout
@@ -77,19 +79,21 @@ def fire_target(
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
 
     Raises:
-        ValueError: attribution without `loo_logits`, or shapes that do not fit.
+        ValueError: attribution without `loo_logits`, a step scale below 1, or shapes that do not fit.
     """
     if attribution and loo_logits is None:
         raise ValueError("fire_target with attribution=True needs loo_logits [B, ..., V]; pass attribution=False to go without")
     if not attribution or loo_logits is None:
         loo_logits = teacher_logits.new_empty((0, *teacher_logits.shape))
+    if step_scale < 1:
+        raise ValueError(f"step_scale is {step_scale}; it is max(1, a_k / a_0), at least 1")
     if student_logits.shape != teacher_logits.shape or loo_logits.shape[1:] != teacher_logits.shape:
         raise ValueError(
             f"student_logits {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)} and loo_logits "
             f"{tuple(loo_logits.shape)} do not fit: expected [..., V], [..., V] and [B, ..., V]"
         )
     z = finite_logits(student_logits)
-    p, top = z.softmax(-1), z.argmax(-1, keepdim=True)
+    p, top = softmax(z), z.argmax(-1, keepdim=True)
     q_c = floored(teacher_logits, log_prob_floor)
     q_without = [floored(view, log_prob_floor) for view in loo_logits]
 
@@ -103,20 +107,20 @@ def fire_target(
     chi = excess_gate(energy, rho)
     alpha = attribution_weights(chi, field_energy, rho)
 
-    log_q_c = q_c.log_softmax(-1)
+    log_q_c = log_softmax(q_c)
     mixture = alpha[0].unsqueeze(-1) * log_q_c
     for alpha_j, view in zip(alpha[1:], q_without, strict=True):
-        mixture = mixture + alpha_j.unsqueeze(-1) * view.log_softmax(-1)
+        mixture = mixture + alpha_j.unsqueeze(-1) * log_softmax(view)
     attributed = ((chi > 0) & (alpha[0] < 1)).unsqueeze(-1)
-    log_q_A = torch.where(attributed, mixture.log_softmax(-1), log_q_c)  # chi = 0: the full teacher, to the bit
+    log_q_A = torch.where(attributed, log_softmax(mixture), log_q_c)  # chi = 0: the full teacher, to the bit
 
     eta = torch.ones_like(rho)
     log_q_fire = log_q_A
     if projection:
         g_A = torch.where(attributed, induced_gradient(z, log_q_A), g_c)
         eta = contraction(g_A.square().sum(-1).sqrt(), rho)
-        blend = (1 - eta).unsqueeze(-1) * z.log_softmax(-1) + eta.unsqueeze(-1) * log_q_A
-        log_q_fire = torch.where((eta < 1).unsqueeze(-1), blend.log_softmax(-1), log_q_A)
+        blend = (1 - eta).unsqueeze(-1) * log_softmax(z) + eta.unsqueeze(-1) * log_q_A
+        log_q_fire = torch.where((eta < 1).unsqueeze(-1), log_softmax(blend), log_q_A)
     return FireTarget(log_q_fire, rho, energy, field_energy, chi, alpha, eta, reverse_kl(z, log_q_fire))
 
 
@@ -146,7 +150,8 @@ def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:
     logits = finite_logits(logits)
     if log_prob_floor is None:
         return logits
-    return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + log_prob_floor)
+    normaliser = logits.amax(-1, keepdim=True) - log_softmax(logits).amax(-1, keepdim=True)
+    return torch.maximum(logits, normaliser + log_prob_floor)
 
 
 @torch.no_grad()
@@ -158,7 +163,7 @@ def sft_weight(student_logits: Tensor, token_ids: Tensor, step_scale: float = 1.
         token_ids: `[...]`, the sampled tokens.
         step_scale: `s = max(1, a_k / a_0)`.
     """
-    p = finite_logits(student_logits).softmax(-1)
+    p = softmax(finite_logits(student_logits))
     others = p.scatter(-1, token_ids.unsqueeze(-1), 0.0)
     gradient_norm = (others.sum(-1).square() + others.square().sum(-1)).sqrt()  # 1 - p_y is the sum of the others
     return contraction(gradient_norm, fisher_radius(student_logits, step_scale))
@@ -170,7 +175,7 @@ def half_l1_influence(
 ) -> Tensor:
     """Half the L1 norm of `g_c - g_-j` per field and token, the score of hard gradient excision; `[B, ...]`."""
     z = finite_logits(student_logits)
-    p, top = z.softmax(-1), z.argmax(-1, keepdim=True)
+    p, top = softmax(z), z.argmax(-1, keepdim=True)
     q_c = floored(teacher_logits, log_prob_floor)
     ratios = (log_ratio(floored(view, log_prob_floor), q_c, top) for view in loo_logits)
     return torch.stack([centred(p, ratio).abs().sum(-1) / 2 for ratio in ratios])
@@ -192,12 +197,17 @@ def excised_target(
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
         field `[...]` of each response (the first one on ties).
     """
+    if len(loo_logits) == 0 or loo_logits.shape[1:] != teacher_logits.shape or mask.shape != teacher_logits.shape[:-1]:
+        raise ValueError(
+            f"teacher_logits {tuple(teacher_logits.shape)}, loo_logits {tuple(loo_logits.shape)} and mask {tuple(mask.shape)} "
+            "do not fit: expected [..., T, V], [B, ..., T, V] with B >= 1 and [..., T]"
+        )
     influence = half_l1_influence(student_logits, teacher_logits, loo_logits, log_prob_floor)
     mask = mask.bool()
     mean_influence = influence.where(mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     removed = mean_influence.argmax(0)
     index = removed.reshape(1, *removed.shape, 1, 1).expand(1, *loo_logits.shape[1:])
-    return floored(loo_logits.gather(0, index).squeeze(0), log_prob_floor).log_softmax(-1), removed
+    return log_softmax(floored(loo_logits.gather(0, index).squeeze(0), log_prob_floor)), removed
 
 
 @register("fire")
@@ -223,8 +233,12 @@ class Fire(Objective):
             y = token_ids[chunk]
             beta = sft_weight(student_logits, y, batch.step_scale)
             rho = fisher_radius(student_logits, batch.step_scale)
+            norm = beta * (
+                softmax(student_logits.detach()).scatter_add(-1, y.unsqueeze(-1), -torch.ones_like(rho).unsqueeze(-1))
+            ).norm(dim=-1)
             batch.averages.add(beta=beta, clipped_correct=beta < 1, rho=rho, entropy=entropy(student_logits.detach()))
-            return -beta * student_logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+            batch.averages.maximum(max_bound_ratio=(norm / rho)[rho > 0])
+            return -beta * log_softmax(student_logits).gather(-1, y.unsqueeze(-1)).squeeze(-1)
 
         return batch.token_mean_loss(rows, token_loss)
 
@@ -289,7 +303,7 @@ class Fire(Objective):
             entropy=entropy(student_logits),
         )
         averages.maximum(max_bound_ratio=(norm / target.rho)[target.rho > 0])
-        for j, name in enumerate(names):
+        for j, name in enumerate(names if self.attribution else ()):
             scored = j < len(target.field_energy)
             averages.add(**{f"alpha_{name}": target.alpha[j + 1] if scored else torch.zeros_like(target.rho)})
             if scored:

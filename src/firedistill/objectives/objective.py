@@ -23,37 +23,49 @@ Chunk = slice
 
 
 class Averages:
-    """Running means (over tokens or rollouts) and maxima of diagnostics; what `metrics.jsonl` reports of a step."""
+    """Running means (over tokens or rollouts) and maxima of diagnostics; what `metrics.jsonl` reports of a step.
+
+    Values stay on their device until they are asked for: a step waits for them once.
+    """
 
     def __init__(self) -> None:
-        self.totals: dict[str, float] = defaultdict(float)
-        self.counts: dict[str, float] = defaultdict(float)
-        self.maxima: dict[str, float] = {}
+        self.totals: dict[str, Tensor] = {}
+        self.counts: dict[str, int] = defaultdict(int)
+        self.maxima: dict[str, Tensor] = {}
 
     def add(self, **values: Tensor | float) -> None:
         """Every element of a tensor counts once."""
         for name, value in values.items():
-            value = torch.as_tensor(value, dtype=torch.float64)
+            value = torch.as_tensor(value)
             if value.numel():
-                self.totals[name] += float(value.sum())
+                self.totals[name] = self.totals.get(name, 0.0) + value.detach().float().sum()
                 self.counts[name] += value.numel()
 
     def maximum(self, **values: Tensor) -> None:
         for name, value in values.items():
             if value.numel():
-                self.maxima[name] = max(float(value.max()), self.maxima.get(name, float("-inf")))
+                largest = value.detach().float().max()
+                self.maxima[name] = torch.maximum(largest, self.maxima[name]) if name in self.maxima else largest
+
+    def on_host(self) -> Averages:
+        """A copy of plain CPU numbers, to be sent between processes."""
+        copy = Averages()
+        copy.totals = {name: value.cpu() for name, value in self.totals.items()}
+        copy.maxima = {name: value.cpu() for name, value in self.maxima.items()}
+        copy.counts = self.counts
+        return copy
 
     def merge(self, others: Iterable[Averages]) -> Averages:
         for other in others:
-            for name in other.totals:
-                self.totals[name] += other.totals[name]
+            for name, total in other.totals.items():
+                self.totals[name] = self.totals.get(name, 0.0) + total
                 self.counts[name] += other.counts[name]
-            for name, value in other.maxima.items():
-                self.maxima[name] = max(value, self.maxima.get(name, float("-inf")))
+            self.maximum(**other.maxima)
         return self
 
     def means(self) -> dict[str, float]:
-        return {name: self.totals[name] / self.counts[name] for name in self.totals} | self.maxima
+        means = {name: float(total) / self.counts[name] for name, total in self.totals.items()}
+        return means | {name: float(value) for name, value in self.maxima.items()}
 
 
 @dataclass
@@ -99,7 +111,7 @@ class TrainingBatch:
 
     def no_loss(self) -> Tensor:
         """Zero, with a gradient of zero."""
-        return 0.0 * self.student.hidden.float().sum()
+        return self.student.hidden[:0].float().sum()
 
     @torch.no_grad()
     def map_tokens(self, rows: Sequence[int], function: Callable[[Tensor, Chunk], Tensor]) -> list[Tensor]:
@@ -107,10 +119,7 @@ class TrainingBatch:
         states = self.student.select(rows)
         if not rows:
             return []
-        parts = [
-            function(self.head(states.hidden[chunk].detach()), chunk)
-            for chunk in chunks(states.hidden.shape[0], self.head.vocabulary_size)
-        ]
+        parts = [function(self.head(states.hidden[chunk].detach()), chunk) for chunk in chunks(states.hidden, self.head)]
         return list(torch.cat(parts, dim=-1).split(states.lengths, dim=-1))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from firedistill.objectives.distributions import log_softmax
 from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register
 from firedistill.rollouts.engine import Rollout
 
@@ -20,6 +21,6 @@ class Supervised(Objective):
         token_ids = batch.token_ids(rows)
 
         def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            return -student_logits.log_softmax(-1).gather(-1, token_ids[chunk].unsqueeze(-1)).squeeze(-1)
+            return -log_softmax(student_logits).gather(-1, token_ids[chunk].unsqueeze(-1)).squeeze(-1)
 
         return batch.token_mean_loss(rows, token_loss)

@@ -44,7 +44,7 @@ class Response:
     finished: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Rollout:
     """A prompt, the student's response to it, and what the verifier and the feedback say about it."""
 
