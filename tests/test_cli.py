@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
-from firedistill.display import ConsoleReport, accuracy_line, before_and_after, visible
+from firedistill.display import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
 from firedistill.inspection import inspect_example, print_inspection
 from firedistill.options import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
 from firedistill.rollouts.engine import Response
@@ -630,6 +630,12 @@ EVALUATION = {
     "eval_response_length": 17.12,
     "eval_n": 192,
 }
+
+
+def test_trend_of_sampled_answers():
+    rows = [{"correct_rate": rate} for rate in (0.25, 0.75, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0)]
+    assert correct_rate_trend(rows) == "sampled answers that were right: 50% in the first 2 steps, 75% in the last 2"
+    assert correct_rate_trend(rows[:3]) is None and correct_rate_trend([{"loss": 1.0}] * 9) is None
 
 
 def test_evaluations_before_and_after():

@@ -93,7 +93,7 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
             f"{folder} holds a run already: --resume goes on with it, --overwrite replaces it, or name another --output_dir"
         )
 
-    from firedistill.display import ConsoleReport, before_and_after
+    from firedistill.display import ConsoleReport, before_and_after, correct_rate_trend
     from firedistill.report.curves import plot_runs
     from firedistill.run_log import read_jsonl
 
@@ -113,6 +113,8 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
     evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))
+    if trend := correct_rate_trend(read_jsonl(folder / "metrics.jsonl")):
+        console.print(trend)
     picture = plot_runs([folder], folder / "curves.png")
     skipped = trainer.counters["skipped_updates"]
     if skipped:

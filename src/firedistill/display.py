@@ -119,3 +119,13 @@ def before_and_after(evaluations: list[dict[str, float]]) -> Table:
         table.add_row(title, f"{first[key]:.1%}{error[0]}", f"{last[key]:.1%}{error[1]}")
     table.add_row("tokens per response", f"{first['response_length']:.1f}", f"{last['response_length']:.1f}")
     return table
+
+
+def correct_rate_trend(metrics: list[dict[str, float]]) -> str | None:
+    """How often sampled answers to training problems were right, in the first and in the last quarter of the steps."""
+    rates = [row["correct_rate"] for row in metrics if "correct_rate" in row]
+    quarter = len(rates) // 4
+    if quarter == 0:
+        return None
+    first, last = (sum(part) / quarter for part in (rates[:quarter], rates[-quarter:]))
+    return f"sampled answers that were right: {first:.0%} in the first {quarter} steps, {last:.0%} in the last {quarter}"

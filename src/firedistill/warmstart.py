@@ -31,7 +31,7 @@ class WarmStartConfig(SelfDistillConfig):
     learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
     warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
     eval_steps: float | None = run_setting(
-        1_000_000, "Evaluate every so many steps, and always before the first and after the last."
+        0, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
     )
     save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
 
