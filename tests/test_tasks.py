@@ -100,6 +100,7 @@ SOLUTIONS = {
     "gsm8k": "He has 3*400=1200 nails.\nThat is all.\n#### 1200",
     "asdiv": "2 + 7 = 9\n#### 9",
     "aqua_rat": "3 * 4 = 12\nAnswer: C",
+    **{name: f"Answer: {ANSWERS[name]}" for name in ("arc_challenge", "winogrande", "wic", "mmlu_pro")},
 }
 NAMES = sorted(ROWS)
 MATH = (
@@ -141,7 +142,7 @@ def test_prompt_gold_and_solution_of_one_row(name):
     assert task.name == name and example.uid == f"{name}/train/0"
     assert task.prompt(example) == PROMPTS[name]
     assert example.answer == ANSWERS[name]
-    assert example.solution == SOLUTIONS.get(name)
+    assert example.solution == SOLUTIONS[name]
     assert len(example.labels) == len(example.options)
     assert hash(example) == hash(task.example(ROWS[name], uid=f"{name}/train/0"))
 
@@ -185,9 +186,9 @@ def test_wic_labels():
         ("x = 3\nSo the answer is c.", "x = 3\nAnswer: C"),
         ("x = 3\nAnswer : Option C", "x = 3\nAnswer: C"),
         ("x = 3. Answer D", "x = 3. Answer D\nAnswer: C"),
-        ("Answer: C", None),
-        ("  ", None),
-        (None, None),
+        ("Answer: C", "Answer: C"),
+        ("  ", "Answer: C"),
+        (None, "Answer: C"),
     ],
 )
 def test_aqua_rationales(rationale, solution):

@@ -63,7 +63,7 @@ def choice_example(
     Args:
         stem: what comes before the options.
         answer: the letter of the right option.
-        working: gold reasoning without its closing statement, if there is any.
+        working: gold reasoning without its closing statement, if there is any; the solution is the final-answer line alone otherwise.
     """
     labels = tuple(ascii_uppercase[: len(options)])
     lettered = "\n".join(f"{label}. {option}" for label, option in zip(labels, options, strict=True))
@@ -73,7 +73,7 @@ def choice_example(
         answer=answer,
         labels=labels,
         options=tuple(options),
-        solution=f"{working}\nAnswer: {answer}" if working else None,
+        solution=f"{working}\nAnswer: {answer}" if working else f"Answer: {answer}",
         category=category,
     )
 
