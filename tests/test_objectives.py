@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -17,11 +15,6 @@ from firedistill.tasks import Example, Verdict
 
 H, V = 8, 31
 METHODS = ["fire", "no_attribution", "no_projection", "hard_gradient_excision", "full_context"]
-
-
-@dataclass
-class Config:
-    """The objectives of this file read no settings."""
 
 
 class World:
@@ -136,7 +129,7 @@ def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, floor, monk
     lengths, correct = CASES[case]
     world = World(lengths, correct, gap=2.0)
     batch = world.batch(floor=floor)
-    loss = load_objective(method, Config()).loss(batch)
+    loss = load_objective(method).loss(batch)
     loss.backward()
     expected_loss, expected_gradient = world.dense(method, floor=floor)
     torch.testing.assert_close(loss.detach(), expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
@@ -148,7 +141,7 @@ def test_order_and_split_change_nothing(method):
     lengths, correct = CASES["mixed"]
     world = World(lengths, correct)
     whole = world.batch()
-    objective = load_objective(method, Config())
+    objective = load_objective(method)
     loss = objective.loss(whole)
     loss.backward()
     parts, gradients = [], {}
@@ -168,7 +161,7 @@ def test_bfloat16_states_against_a_float32_twin():
     results = []
     for world in (low, high):
         batch = world.batch()
-        loss = load_objective("fire", Config()).loss(batch)
+        loss = load_objective("fire").loss(batch)
         loss.backward()
         results.append((loss.detach(), batch.student.hidden.grad.float()))
     assert results[0][0].dtype == torch.float32
@@ -180,7 +173,7 @@ def test_bfloat16_states_against_a_float32_twin():
 def test_fire_asks_for_no_view_that_cannot_matter():
     """Correct responses never reach the teacher; a response inside the radius throughout is scored under the full view only."""
     world = World([4, 5, 6, 3], [True, False, False, False], gap=4.0, tied_gap_rows=(1, 3))
-    load_objective("fire", Config()).loss(world.batch(step_scale=1.0))
+    load_objective("fire").loss(world.batch(step_scale=1.0))
     assert {row for row, _ in world.asked} == {1, 2, 3}
     assert sorted(view for row, view in world.asked if row in (1, 3)) == ["full", "full"]
     assert {view for row, view in world.asked if row == 2} == {"full", 0, 1, 2}
@@ -192,7 +185,7 @@ def test_responses_with_different_fields_are_grouped():
     world.rollouts[1].feedback = world.rollouts[1].feedback[:2]
     del world.views[1][2]
     batch = world.batch()
-    loss = load_objective("fire", Config()).loss(batch)
+    loss = load_objective("fire").loss(batch)
     loss.backward()
     expected_loss, expected_gradient = world.dense("fire")
     torch.testing.assert_close(loss.detach(), expected_loss)
@@ -204,7 +197,7 @@ def test_every_token_gradient_respects_the_radius():
     seen = {}
     world.projection.requires_grad_(False)
     batch = world.batch(step_scale=3.0)
-    loss = load_objective("fire", Config()).loss(batch)
+    loss = load_objective("fire").loss(batch)
     loss.backward()
     logits = batch.student.hidden.detach() @ world.projection.weight.T
     rho = fisher_radius(logits, 3.0)
@@ -263,6 +256,6 @@ def test_averages_merge_over_ranks():
 
 def test_unknown_methods():
     with pytest.raises(ValueError, match="unknown method 'fyre'.*fire"):
-        load_objective("fyre", Config())
+        load_objective("fyre")
     with pytest.raises(ValueError, match="could not be loaded"):
-        load_objective("no_such_module:Thing", Config())
+        load_objective("no_such_module:Thing")

@@ -233,7 +233,7 @@ def test_loss_is_the_sum_over_responses_divided_by_the_prompts(checkpoint, tmp_p
     t.create_optimizer_and_scheduler(4)
     from firedistill.trainer import StepLog
 
-    t.step_log = StepLog(1e-3, 1.0, 0.0)
+    t.step_log = StepLog(1e-3, 1.0, 0.0, prompts=4)
     full = t.compute_loss(t.model, [rollout] * 4)
     half = t.compute_loss(t.model, [rollout] * 2)
     assert full.item() == pytest.approx(2 * half.item(), rel=1e-5)

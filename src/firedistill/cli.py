@@ -250,6 +250,7 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     """Our options by group; the inherited ones only on request."""
     from dataclasses import fields
 
+    from firedistill.objectives import registered_objectives
     from firedistill.options import built_in_recipes, default_of, option_groups
 
     out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite]", ""]
@@ -264,6 +265,11 @@ def print_help(config_class: type, console: Console, command: str, everything: b
             ours.add(option.name)
             out += [f"  --{option.name} ({default_of(option)})"]
             out += textwrap.wrap(option.metadata["help"], 100, initial_indent="      ", subsequent_indent="      ")
+    out += ["", "Methods, with the settings that --method_settings.NAME VALUE changes:"]
+    for name, method in registered_objectives().items():
+        summary = next((line for line in (method.__doc__ or "").splitlines() if line.strip()), "")
+        out += [f"  {name}: {summary}"]
+        out += [f"      {f.name} ({f.default}): {f.metadata.get('help', '')}" for f in fields(method)]
     inherited = [f for f in fields(config_class) if f.init and f.name not in ours]
     out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
     if everything:

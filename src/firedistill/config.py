@@ -18,8 +18,8 @@ LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 
 def _option(group: str, default: Any, text: str, **metadata: Any) -> Any:
     metadata = {"help": text, "group": group, **metadata}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -62,7 +62,12 @@ class SelfDistillConfig(TrainingArguments):
         "smollm2", "Hub id, local folder or .gguf file of an instruct model; 'smollm2' is SmolLM2-135M-Instruct."
     )
     task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
-    method: str = training_setting("fire", "Objective: fire, full_context, an ablation, or a dotted path module:Class.")
+    method: str = training_setting(
+        "fire", "Objective: fire, an ablation, one of the baselines, or a dotted path module:Class; listed below."
+    )
+    method_settings: dict[str, Any] = training_setting(
+        {}, "Settings of the method itself; one of them is set by --method_settings.NAME VALUE."
+    )
     data_dir: str | None = training_setting(
         None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet)."
     )
@@ -122,7 +127,8 @@ class SelfDistillConfig(TrainingArguments):
     warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up (a share of all steps if below 1).")
     lr_scheduler_type: str = optimisation_setting("cosine", "After the warm-up: 'cosine' or 'constant'.")
     per_device_train_batch_size: int = optimisation_setting(
-        8, "Responses per micro-batch and device; with the next option it makes the prompts per step (the paper: 8)."
+        8,
+        "Prompts per micro-batch and device, each with its responses; times the next option: prompts per step (the paper: 8).",
     )
     gradient_accumulation_steps: int = optimisation_setting(
         1, "Micro-batches per optimizer step; how the prompts are split changes memory, not the result."

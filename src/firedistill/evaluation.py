@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from firedistill.prompts import PromptEncoder, TokenBudget, student_messages
-from firedistill.rollouts.engine import Rollout, RolloutEngine, Sampling
+from firedistill.rollouts.engine import Prompt, Rollout, RolloutEngine, Sampling
 from firedistill.tasks.task import Example, Task
 
 logger = logging.getLogger(__name__)
@@ -27,20 +27,39 @@ def answer_examples(
     """Sample and judge one response per example.
 
     Returns:
-        The rollouts in the order of the examples, and the examples left out because their prompt is over the budget
-        (`budget.prompt`, or `budget.context` together with the longest response). Their uids are logged.
+        The rollouts in the order of the examples, and the examples left out because their prompt is over the budget.
     """
-    prompts = [(example, encoder.encode(student_messages(task, example))) for example in examples]
-    limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
-    fitting = [(example, prompt) for example, prompt in prompts if len(prompt) <= limit]
-    skipped = [(example, prompt) for example, prompt in prompts if len(prompt) > limit]
-    for example, prompt in skipped:
-        logger.warning("%s left out: its prompt has %d tokens, the limit is %d", example.uid, len(prompt), limit)
-    responses = engine.generate([prompt for _, prompt in fitting], sampling, seed, progress)
+    prompts, skipped = fitting_prompts(task, encoder, examples, sampling, budget)
+    responses = engine.generate([prompt.token_ids for prompt in prompts], sampling, seed, progress)
     return [
-        Rollout(example, prompt, response, task.verify(example, response.text))
-        for (example, prompt), response in zip(fitting, responses, strict=True)
-    ], [example for example, _ in skipped]
+        Rollout(prompt.example, prompt.token_ids, response, task.verify(prompt.example, response.text))
+        for prompt, response in zip(prompts, responses, strict=True)
+    ], skipped
+
+
+def fitting_prompts(
+    task: Task,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    sampling: Sampling,
+    budget: TokenBudget,
+    first_index: int = 0,
+) -> tuple[list[Prompt], list[Example]]:
+    """Student prompts within the budget, and the examples whose prompt is over it; their uids are logged.
+
+    The limit is `budget.prompt`, or `budget.context` less the longest response.
+    """
+    prompts = [
+        Prompt(example, encoder.encode(student_messages(task, example)), first_index + position)
+        for position, example in enumerate(examples)
+    ]
+    limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
+    skipped = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
+    for prompt in skipped:
+        logger.warning(
+            "%s left out: its prompt has %d tokens, the limit is %d", prompt.example.uid, len(prompt.token_ids), limit
+        )
+    return [prompt for prompt in prompts if len(prompt.token_ids) <= limit], [prompt.example for prompt in skipped]
 
 
 def summarise(rollouts: Sequence[Rollout]) -> dict[str, Any]:

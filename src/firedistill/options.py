@@ -31,7 +31,15 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
         OptionError: an unknown option, a value of the wrong type, an unreadable recipe, or values that cannot be meant.
     """
     values = {name: (value, f"in {recipe}") for name, value in (read_recipe(recipe) if recipe else {}).items()}
-    values |= {name: (value, "on the command line") for name, value in overrides.items()}
+    for name, value in overrides.items():
+        mapping, dot, key = name.partition(".")
+        if dot:  # --method_settings.alpha 0.3 changes one entry of the mapping
+            given = values.get(mapping, ({}, ""))[0]
+            if not isinstance(given, dict):
+                raise OptionError(f"--{name}: {mapping} is {given!r} {values[mapping][1]}, expected a mapping")
+            values[mapping] = (given | {key: value}, "on the command line")
+        else:
+            values[name] = (value, "on the command line")
     known = {f.name: f for f in fields(kind) if f.init}
     annotations = typing.get_type_hints(kind)
     settings = {}

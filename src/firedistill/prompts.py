@@ -97,6 +97,10 @@ class PromptEncoder:
         """Token ids of a text on its own, its special tokens neutralised."""
         return self._encode_pieces(self._cut([(True, text)]))
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """A response's text, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
     def render(self, messages: Sequence[Message]) -> str:
         """The conversation as text, for people to read."""
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)

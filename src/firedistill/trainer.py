@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
+import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,14 +28,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill.config import SelfDistillConfig
-from firedistill.evaluation import answer_examples, summarise
+from firedistill.evaluation import answer_examples, fitting_prompts, summarise
 from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
 from firedistill.models.teacher import EMATeacher
-from firedistill.objectives import Averages, TrainingBatch, load_objective
+from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Rollout, RolloutEngine
-from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
+from firedistill.rollouts.sampler import Sampler
 from firedistill.run_log import RunLog, read_jsonl, rollout_row
 from firedistill.scoring.prefix_tree import ViewScorer
 from firedistill.scoring.scorer import ResponseStates, last_hidden_states, score_responses, unwrap
@@ -51,16 +54,31 @@ class StepLog:
     learning_rate: float
     step_scale: float
     started: float
+    prompts: int = 0
     averages: Averages = field(default_factory=Averages)
     sums: dict[str, float] = field(default_factory=dict)
     loss: float | Tensor = 0.0
-    grad_norm: float = math.nan
+    grad_norms: list[float] = field(default_factory=list)
     trained_rollouts: int = 0
     skipped: bool = False
 
     def add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
             self.sums[name] = self.sums.get(name, 0.0) + amount
+
+
+@dataclass
+class Update:
+    """The rollouts of this process that serve one optimizer update.
+
+    Attributes:
+        prompts: prompts of the update over all processes, those included that were left out.
+        trained_rollouts: rollouts of the update over all processes.
+    """
+
+    rollouts: list[Rollout]
+    prompts: int
+    trained_rollouts: int
 
 
 class TrainingOrder(Dataset):
@@ -116,7 +134,7 @@ class SelfDistillTrainer(Trainer):
     ):
         args = args or SelfDistillConfig()
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
-        self.objective = load_objective(args.method, args)
+        self.objective = load_objective(args.method, args.method_settings)
         if model is None or isinstance(model, str):
             model, processing_class = load_model_and_tokenizer(
                 model or args.model, dtype=args.model_dtype, quantization=args.quantization
@@ -182,7 +200,7 @@ class SelfDistillTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[list[Example]], num_batches: int, device: torch.device
     ) -> tuple[list[list[Rollout]], int]:
-        """Lines 1 to 2 and 9: the prompts of one optimizer step, sampled in one go, judged, with feedback, cut into micro-batches."""
+        """Lines 1 to 2 and 9: the prompts of one step, sampled in one go, judged, with feedback, cut into micro-batches."""
         examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
         learning_rate = self.optimizer.param_groups[0]["lr"]
         nominal = self.args.nominal_learning_rate or self.args.learning_rate
@@ -192,7 +210,6 @@ class SelfDistillTrainer(Trainer):
             rollouts, over_budget = self.sample(examples)
         self.report_rollouts(rollouts, len(over_budget))
         trained = [rollout for rollout in rollouts if self.enters_training(rollout)]
-        self.step_log.trained_rollouts = sum(gather_object([len(trained)]))
         if self.run_log is not None and self.args.log_rollouts:
             self.run_log.rollouts(
                 self.state.global_step + 1,
@@ -203,11 +220,13 @@ class SelfDistillTrainer(Trainer):
                     for r in rollouts
                 ],
             )
-        # Rows of similar length share a micro-batch: less padding, and the loss does not depend on the split.
-        trained.sort(key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
-        size = math.ceil(len(trained) / num_batches)
-        micro_batches = [trained[i * size : (i + 1) * size] for i in range(num_batches)]
-        return micro_batches, self.prompts_per_step
+        self.objective.prepare(self.step_batch(trained))
+        self.view_scorer.forget()
+        *earlier, last = self.updates(trained)
+        for update in earlier:
+            self.update(update, num_batches)
+        self.begin_update(last)
+        return self.micro_batches(last.rollouts, num_batches), self.prompts_per_step
 
     def compute_loss(
         self, model: nn.Module, inputs: list[Rollout], return_outputs: bool = False, num_items_in_batch: int | None = None
@@ -227,28 +246,108 @@ class SelfDistillTrainer(Trainer):
             saved=lambda rows, views: self.step_log.add(
                 teacher_tokens_saved=sum(self.view_tokens(rollouts[row], view) for row in rows for view in views)
             ),
+            responses=self.step_log.prompts * self.objective.group_size,
+            prompts=self.step_log.prompts,
+            progress=self.progress,
             step_scale=self.step_log.step_scale,
             log_prob_floor=self.args.log_prob_floor,
             averages=self.step_log.averages,
         )
-        # Distributed wrappers average the gradient over ranks; the objective wants the sum over all prompts divided by N.
-        loss = self.objective.loss(batch) * self.args.world_size / self.prompts_per_step
+        # Distributed wrappers average the gradient over processes; the shares of all of them are to be added up.
+        loss = self.objective.loss(batch) * self.args.world_size
         self.view_scorer.forget()
         self.step_log.loss += loss.detach()
         return loss
 
     def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
-        """One judged response of the live student per prompt, and the examples whose prompt is over the budget."""
-        return answer_examples(
+        """The objective's rollouts, judged, and the examples whose prompt is over the budget."""
+        law = self.objective.sampling(self.args.sampling)
+        first_index = self.args.process_index * len(examples)
+        prompts, over_budget = fitting_prompts(self.task, self.encoder, examples, law, self.args.budget, first_index)
+        sampler = Sampler(
             self.rollout_engine,
             self.task,
             self.encoder,
-            examples,
-            self.args.sampling,
+            law,
             self.args.budget,
-            seed=self.sampling_seed(),
-            progress=lambda done: self.on_progress("rollouts", done, len(examples)),
+            self.teacher.applied,
+            self.sampling_seed(),
+            progress=lambda done: self.on_progress("rollouts", done, len(prompts) * self.objective.group_size),
         )
+        return self.objective.sample(sampler, prompts, self.progress), over_budget
+
+    def step_batch(self, rollouts: list[Rollout]) -> StepBatch:
+        """What the objective may ask about the whole step before the first gradient."""
+
+        def student(rollouts: Sequence[Rollout]) -> ResponseStates:
+            prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
+            with self.timed("seconds_score"), inference_mode(self.model):
+                return score_responses(self.model, prompts, responses, max_tokens=self.args.score_tokens_per_forward)
+
+        return StepBatch(
+            rollouts=rollouts,
+            prompts=self.prompts_per_step,
+            progress=self.progress,
+            seed=self.sampling_seed(),
+            student=student,
+            teacher=lambda rollouts, views: self.score_views(rollouts, views, keep=True),
+            head=self.head,
+            teacher_head=self.teacher_head(),
+            total=lambda value: sum(gather_object([value])),
+            largest=lambda value: max(gather_object([value])),
+            averages=self.step_log.averages,
+        )
+
+    @property
+    def progress(self) -> float:
+        """How far training is: 0 at the first step, 1 at the last."""
+        return self.state.global_step / max(self.state.max_steps - 1, 1)
+
+    def micro_batches(self, rollouts: Sequence[Rollout], count: int) -> list[list[Rollout]]:
+        """Rollouts of similar length share a micro-batch: less padding, and the loss does not depend on the split."""
+        ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
+        size = math.ceil(len(ordered) / count)
+        return [ordered[i * size : (i + 1) * size] for i in range(count)]
+
+    def updates(self, rollouts: list[Rollout]) -> list[Update]:
+        """Which rollouts serve each optimizer update, this process's share; one update unless the objective wants several.
+
+        Updates without a rollout are left out, except for the last one of a step that has none at all.
+        """
+        draw = random.Random(f"{self.args.seed} {self.state.global_step}")
+        plan = self.objective.updates(range(self.prompts_per_step), draw)
+        if len(plan) == 1:
+            return [Update(rollouts, self.prompts_per_step, sum(gather_object([len(rollouts)])))]
+        # A small update is shared out again, or all but one process would idle.
+        for rollout in rollouts:
+            rollout.teacher_states.clear()
+        everyone = gather_object(rollouts)
+        members = [[rollout for rollout in everyone if rollout.prompt_index in prompts] for prompts in plan]
+        updates = [
+            Update(group[self.args.process_index :: self.args.world_size], len(prompts), len(group))
+            for prompts, group in zip(plan, members, strict=True)
+            if group
+        ]
+        return updates or [Update([], self.prompts_per_step, 0)]
+
+    def begin_update(self, update: Update) -> None:
+        self.step_log.prompts, self.step_log.trained_rollouts = update.prompts, update.trained_rollouts
+        self.step_log.skipped = False
+
+    def update(self, update: Update, num_batches: int) -> None:
+        """An optimizer and EMA update that is not the last one of its step; the last one is the inherited loop's."""
+        self.begin_update(update)
+        model, micro_batches = self.model_wrapped, self.micro_batches(update.rollouts, num_batches)
+        for position, rollouts in enumerate(micro_batches, start=1):
+            last = position == len(micro_batches)
+            self.accelerator.gradient_state._set_sync_gradients(last)
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                self.training_step(model, rollouts, self.prompts_per_step)
+        self._get_grad_norm(model, self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None)
+        self.optimizer.step()
+        if not self.step_log.skipped:
+            self.teacher.update()
+        model.zero_grad()
 
     def teacher_head(self) -> Head:
         """The head under the teacher's weights; the student's own unless the head is trained."""
@@ -288,11 +387,17 @@ class SelfDistillTrainer(Trainer):
     def view_tokens(self, rollout: Rollout, view: View) -> int:
         return len(self.view_ids(rollout, view)) + len(rollout.response_ids)
 
-    def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View]) -> list[ResponseStates]:
-        """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient."""
+    def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View], keep: bool = False) -> list[ResponseStates]:
+        """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient.
+
+        With `keep`, the states stay with the rollouts, and the same views are not scored again within the step.
+        """
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
         if not rollouts:
-            empty = ResponseStates(torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size), [])
-            return [empty for _ in views]
+            width = unwrap(self.model).config.get_text_config().hidden_size
+            return [ResponseStates(torch.empty(0, width, device=self.args.device), []) for _ in views]
+        if all(view in rollout.teacher_states for rollout in rollouts for view in views):
+            return [ResponseStates(torch.cat([r.teacher_states[view] for r in rollouts]), lengths) for view in views]
         prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
         before = self.view_scorer.tokens
         with self.timed("seconds_score"), self.teacher.applied():
@@ -300,6 +405,9 @@ class SelfDistillTrainer(Trainer):
         read = self.view_scorer.tokens - before
         asked = sum(self.view_tokens(rollout, view) for rollout in rollouts for view in views)
         self.step_log.add(teacher_tokens=read, teacher_tokens_saved=asked - read)
+        for view, found in zip(views, states, strict=True):
+            for rollout, hidden in zip(rollouts, found.hidden.split(lengths) if keep else [], strict=keep):
+                rollout.teacher_states[view] = hidden
         return states
 
     def sampling_seed(self) -> int:
@@ -320,13 +428,13 @@ class SelfDistillTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | Tensor | None = None) -> float | Tensor:
-        """Called once per step, after clipping: a step without trained rollouts, or with a non-finite gradient, is skipped.
+        """Called once per update, after clipping: one without trained rollouts, or with a non-finite gradient, is skipped.
 
         Without gradients the optimizer touches neither weights nor momentum; the schedule advances.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.step_log.grad_norm = float(grad_norm)
-        if self.step_log.trained_rollouts == 0 or not math.isfinite(self.step_log.grad_norm):
+        self.step_log.grad_norms.append(float(grad_norm))
+        if self.step_log.trained_rollouts == 0 or not math.isfinite(float(grad_norm)):
             self.step_log.skipped = True
             self.counters["skipped_updates"] += 1
             self.optimizer.zero_grad(set_to_none=True)
@@ -412,10 +520,15 @@ class SelfDistillTrainer(Trainer):
     # ---- Reports -------------------------------------------------------------------------------------------------------------
 
     def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
-        self.step_log.add(generated_tokens=sum(len(r.response_ids) for r in rollouts))
+        self.step_log.add(generated_tokens=sum(rollout.generated_tokens for rollout in rollouts))
         if over_budget:
             self.step_log.add(skipped_over_budget=over_budget)
         for rollout in rollouts:
+            if rollout.prefix_length:  # partly the teacher's own answer
+                self.step_log.averages.add(
+                    guided_correct_rate=float(rollout.verdict.correct), prefix_length=float(rollout.prefix_length)
+                )
+                continue
             self.step_log.averages.add(
                 correct_rate=float(rollout.verdict.correct),
                 truncated_rate=float(not rollout.response.finished),
@@ -441,7 +554,8 @@ class SelfDistillTrainer(Trainer):
         self.last_metrics = {
             "step": self.state.global_step,
             "loss": sum(loss for *_, loss in ranks) / len(ranks),
-            "grad_norm": log.grad_norm,
+            "grad_norm": statistics.fmean(log.grad_norms),
+            **({"grad_norm_max": max(log.grad_norms), "updates": len(log.grad_norms)} if len(log.grad_norms) > 1 else {}),
             "learning_rate": log.learning_rate,
             "step_scale": log.step_scale,
             **{name: value for name, value in self.counters.items() if name != "skipped_updates"},

@@ -1,6 +1,37 @@
 """The methods: one file each."""
 
-from firedistill.objectives import fire, full_context, supervised  # noqa: F401  (importing a method registers it)
-from firedistill.objectives.objective import Averages, Objective, TrainingBatch, load_objective, register
+from firedistill.objectives import (  # noqa: F401  (importing a method registers it)
+    demopsd,
+    fire,
+    full_context,
+    on_policy_sft,
+    scope,
+    srpo,
+    supervised,
+    top_d,
+    tropd,
+    veto,
+)
+from firedistill.objectives.objective import (
+    Averages,
+    Objective,
+    StepBatch,
+    TrainingBatch,
+    load_objective,
+    register,
+    registered_objectives,
+    setting,
+    token_log_probs,
+)
 
-__all__ = ["Averages", "Objective", "TrainingBatch", "load_objective", "register"]
+__all__ = [
+    "Averages",
+    "Objective",
+    "StepBatch",
+    "TrainingBatch",
+    "load_objective",
+    "register",
+    "registered_objectives",
+    "setting",
+    "token_log_probs",
+]

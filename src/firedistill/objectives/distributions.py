@@ -12,6 +12,8 @@ out here: in float32 the built-in ones lose the tail of a large vocabulary besid
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -103,27 +105,76 @@ def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     return _ReverseKL.apply(student_logits, target_log_probs.detach())
 
 
+def forward_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """`KL(q || softmax(z))` per position, differentiable in `student_logits` only; `[...]`. The gradient is `p - q`.
+
+    A target that is not normalised is normalised.
+    """
+    return _ForwardKL.apply(student_logits, target_log_probs.detach())
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of two distributions in nats, at most log 2; `[...]`, detached.
+
+    Args:
+        log_p, log_q: `[..., V]` normalised log-probabilities; minus infinity is allowed.
+    """
+    # With u = (log p - log q) / 2 a token adds (p + q) / 2 * (u tanh u - log cosh u), which is never negative: nothing cancels
+    # between tokens. Near 0 and far from 0 the bracket is arranged so that nothing cancels within it either.
+    largest = LARGEST_LOG_RATIO[log_p.dtype]
+    log_p, log_q = (log_probs.detach().clamp(min=-largest) for log_probs in (log_p, log_q))
+    u = ((log_p - log_q) / 2).abs()
+    tanh, decay = torch.tanh(u), torch.exp(-2 * u)
+    far = math.log(2.0) - torch.log1p(decay) - 2 * u * decay / (1 + decay)
+    near = u * tanh + 0.5 * torch.log1p(-tanh.clamp(max=0.8).square())  # unused beyond u = 1, where tanh u is 0.76
+    return (0.5 * (log_p.exp() + log_q.exp()) * torch.where(u > 1, far, near)).sum(-1)
+
+
 class _ReverseKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
         logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
         probabilities = softmax(logits)
-        top = logits.argmax(-1, keepdim=True)
-        ratio = log_ratio(logits, target, top)
+        ratio = log_ratio(logits, target, logits.argmax(-1, keepdim=True))
         ctx.save_for_backward(centred(probabilities, ratio))
-        # With d the shifted ratio, KL = E_p[d] + log(p_top / q_top), and log(p_top / q_top) = log E_p[exp(-d)]. The second form,
-        # arranged so that first-order parts cancel before they are rounded, is for close distributions; the first for far ones.
-        log_ratio_at_top = log_softmax(logits).gather(-1, top) - log_softmax(target).gather(-1, top)
-        far = (probabilities * ratio).sum(-1) + log_ratio_at_top.squeeze(-1)
-        change = torch.expm1((-ratio).clamp(max=20.0))
-        mean_change = (probabilities * change).sum(-1)
-        near = (probabilities * (ratio + change)).sum(-1) + (torch.log1p(mean_change) - mean_change)
-        return torch.where((-ratio).amax(-1) > 10.0, far, near)
+        return _divergence(logits, target, probabilities, ratio)
 
     @staticmethod
     def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
         (gradient,) = ctx.saved_tensors
         return grad_output.unsqueeze(-1) * gradient, None
+
+
+class _ForwardKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+        logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
+        probabilities = softmax(target)
+        top = target.argmax(-1, keepdim=True)
+        # p - q at the target's top token is minus the sum of the other differences: there both may be 1 up to rounding.
+        difference = (softmax(logits) - probabilities).scatter(-1, top, 0.0)
+        ctx.save_for_backward(difference.scatter(-1, top, -difference.sum(-1, keepdim=True)))
+        return _divergence(target, logits, probabilities, log_ratio(target, logits, top))
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return grad_output.unsqueeze(-1) * gradient, None
+
+
+def _divergence(logits: Tensor, other: Tensor, probabilities: Tensor, ratio: Tensor) -> Tensor:
+    """`KL(p || q)` `[...]` of two finite logits, given `p` and the log-ratio `d`, which is 0 at the top token of `p`.
+
+    `KL = E_p[d] + log(p_top / q_top)`, and `log(p_top / q_top) = log E_p[exp(-d)]`. The second form, arranged so that first-order
+    parts cancel before they are rounded, is for close distributions; the first for far ones.
+    """
+    top = logits.argmax(-1, keepdim=True)
+    log_ratio_at_top = log_softmax(logits).gather(-1, top) - log_softmax(other).gather(-1, top)
+    far = (probabilities * ratio).sum(-1) + log_ratio_at_top.squeeze(-1)
+    change = torch.expm1((-ratio).clamp(max=20.0))
+    mean_change = (probabilities * change).sum(-1)
+    near = (probabilities * (ratio + change)).sum(-1) + (torch.log1p(mean_change) - mean_change)
+    return torch.where((-ratio).amax(-1) > 10.0, far, near)
 
 
 def _exact_difference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

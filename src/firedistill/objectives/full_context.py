@@ -17,7 +17,7 @@ class FullContext(Objective):
     """`KL(p || q_c)` on every rollout. The radius is reported, never applied."""
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = list(range(len(batch.rollouts)))
+        rows = batch.rows()
         (full,) = batch.teacher(rows, ["full"])
 
         def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:

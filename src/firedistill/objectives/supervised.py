@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from firedistill.objectives.distributions import log_softmax
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register
+from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, token_log_probs
 from firedistill.rollouts.engine import Rollout
 
 
@@ -17,10 +16,10 @@ class Supervised(Objective):
         return False
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = list(range(len(batch.rollouts)))
+        rows = batch.rows()
         token_ids = batch.token_ids(rows)
 
         def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            return -log_softmax(student_logits).gather(-1, token_ids[chunk].unsqueeze(-1)).squeeze(-1)
+            return -token_log_probs(student_logits, token_ids[chunk])
 
         return batch.token_mean_loss(rows, token_loss)

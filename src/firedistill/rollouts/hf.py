@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,9 +26,15 @@ class HFRolloutEngine:
         self.stop_ids = stop_token_ids(model, tokenizer)
 
     def generate(
-        self, prompts: Sequence[list[int]], sampling: Sampling, seed: int, progress: Callable[[int], None] | None = None
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] | None = None,
+        limits: Sequence[int] | None = None,
     ) -> list[Response]:
         """One response per prompt, in order; the same seed gives the same responses. The caller's random state is left alone."""
+        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         responses: list[Response | None] = [None] * len(prompts)
         device = self.model.device
@@ -39,13 +46,16 @@ class HFRolloutEngine:
             torch.manual_seed(seed)
             for start in range(0, len(order), self.batch_size):
                 batch = order[start : start + self.batch_size]
-                for index, response in zip(batch, self._generate_batch([prompts[i] for i in batch], sampling), strict=True):
-                    responses[index] = response
+                # A response that was sampled further than its limit is cut there: its tokens are what they would have been.
+                law = replace(sampling, max_new_tokens=max(limits[i] for i in batch))
+                sampled = self._generate_batch([prompts[i] for i in batch], law)
+                for index, ids in zip(batch, sampled, strict=True):
+                    responses[index] = self._response(ids[: limits[index]])
                 if progress is not None:
                     progress(start + len(batch))
         return responses
 
-    def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[Response]:
+    def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         width = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
         device = self.model.device
@@ -54,7 +64,7 @@ class HFRolloutEngine:
         output = self.model.generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=self._generation_config(sampling)
         )
-        return [self._response(ids) for ids in output[:, width:].tolist()]
+        return output[:, width:].tolist()
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
         law = {}

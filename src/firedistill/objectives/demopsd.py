@@ -1,0 +1,74 @@
+"""DemoPSD (Li et al., arXiv 2607.02502): self-distillation whose target leans back where feedback changes too much.
+
+A teacher that was told the answer holds information that the student can never have. Where its distribution is far from that of
+the same weights without feedback, DemoPSD moves the target towards the latter: a normalised geometric mean with a share alpha_t that
+grows with their Jensen-Shannon divergence.
+
+    d_t = JSD(s_t, q_t),   alpha_t = alpha_max tanh(beta d_t / 2),   log B_t = (1 - alpha_t) log q_t + alpha_t log s_t - log Z
+    loss_t = KL(p_t || sg[B_t])
+
+q is the EMA with feedback and s the EMA without. Here feedback about the response takes the place of a correct sibling response, every
+rollout has it, and all sums run over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from firedistill.objectives.distributions import entropy, finite_logits, jensen_shannon, log_softmax, reverse_kl
+from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, setting
+
+
+@torch.no_grad()
+def demopsd_target(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: float, beta: float) -> tuple[Tensor, Tensor]:
+    """`log B` `[..., V]` and the reference's share `alpha` `[...]`, detached.
+
+    Args:
+        reference_logits: `[..., V]`, without feedback.
+        teacher_logits: `[..., V]`, with feedback.
+        alpha_max: the largest share of the reference.
+        beta: how fast the share grows with the disagreement.
+    """
+    log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
+    alpha = alpha_max * torch.tanh(0.5 * beta * jensen_shannon(log_s, log_q))
+    share = alpha.unsqueeze(-1)
+    return log_softmax((1 - share) * log_q + share * log_s), alpha
+
+
+@register("demopsd")
+@dataclass
+class DemoPSD(Objective):
+    """Reverse KL to the tempered teacher, on every rollout."""
+
+    alpha_max: float = setting(0.15, "Largest share of the reference in the target.")
+    beta: float = setting(50.0, "Disagreement scale: slope of that share in the divergence.")
+    reference: Literal["ema", "student"] = setting("ema", "Who is without feedback: the EMA, or the live student.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha_max <= 1:
+            raise ValueError(f"alpha_max is {self.alpha_max}; expected a share between 0 and 1")
+        if self.beta < 0:
+            raise ValueError(f"beta is {self.beta}; it must not be below 0")
+
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        rows = batch.rows()
+        full, *without = batch.teacher(rows, ["full", "none"] if self.reference == "ema" else ["full"])
+
+        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            teacher_logits = batch.teacher_head(full.hidden[chunk])
+            reference_logits = batch.teacher_head(without[0].hidden[chunk]) if without else student_logits.detach()
+            target, alpha = demopsd_target(reference_logits, teacher_logits, self.alpha_max, self.beta)
+            batch.averages.add(
+                demopsd_disagreement=jensen_shannon(log_softmax(reference_logits), log_softmax(teacher_logits)),
+                demopsd_alpha=alpha,
+                kl=reverse_kl(student_logits.detach(), teacher_logits),
+                entropy=entropy(student_logits.detach()),
+            )
+            return reverse_kl(student_logits, target)
+
+        return batch.token_mean_loss(rows, token_loss)

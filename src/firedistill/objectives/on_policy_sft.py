@@ -1,0 +1,55 @@
+"""On-Policy SFT (arXiv 2602.13407): maximum likelihood on the student's own correct answers.
+
+Policy-gradient training for answers that are right and short, reduced to what remains when the KL term, the group normalisation and
+the length reward are dropped: sample at temperature 1, keep what is right within the length budget, raise its likelihood. There is no
+teacher and no feedback.
+
+    L = - 1/(B G) sum_{i kept} 1/L_max sum_t log p(y_it),   L_max = the longest kept response of the step
+
+All B*G sampled responses are in the divisor, kept or not, and every kept token weighs the same. The length budget is `max_new_tokens`.
+The temperature is 1, the nucleus that of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from firedistill.objectives.distributions import entropy
+from firedistill.objectives.objective import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
+from firedistill.rollouts.engine import Rollout, Sampling
+
+
+@register("on_policy_sft")
+@dataclass
+class OnPolicySFT(Objective):
+    """Supervised fine-tuning on the verified responses of the current student."""
+
+    group_size: int = setting(4, "Responses sampled per prompt.")
+    temperature: float = setting(1.0, "Sampling temperature; any other than 1 makes the data off-policy.")
+
+    def sampling(self, law: Sampling) -> Sampling:
+        return replace(law, temperature=self.temperature)
+
+    def trains(self, rollout: Rollout) -> bool:
+        return rollout.verdict.correct
+
+    def needs_teacher(self, rollout: Rollout) -> bool:
+        return False
+
+    def prepare(self, batch: StepBatch) -> None:
+        longest = batch.largest(max((len(rollout.response_ids) for rollout in batch.rollouts), default=0))
+        for rollout in batch.rollouts:
+            rollout.coefficients["longest_kept"] = longest
+
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        rows = batch.rows()
+        token_ids = batch.token_ids(rows)
+
+        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            nll = -token_log_probs(student_logits, token_ids[chunk])
+            batch.averages.add(nll=nll.detach(), entropy=entropy(student_logits.detach()))
+            return nll
+
+        return batch.token_loss(rows, 1 / (batch.coefficients("longest_kept", rows) * batch.responses), token_loss)

@@ -1,0 +1,142 @@
+"""SRPO (arXiv 2604.02288): correct answers by group-relative policy gradient, wrong ones by entropy-weighted self-distillation.
+
+Distilling an answer that is already right forces a choice between equally good paths; a policy gradient does not. A policy gradient
+punishes a wrong answer bluntly; distillation corrects it token by token. So each goes to the branch that suits it, and among the
+distilled tokens those at which the teacher is sure weigh more.
+
+    A_i = (r_i - mean_group r) / (std_group r + 1e-6)                                   r = 1 if correct, else 0
+    l_G = - min(ratio A_i, clip(ratio, 1 - eps, 1 + eps) A_i)                           correct responses
+    l_S = w_it KL(p || q),   w_it = exp(-beta H(q_it)) / mean of the same               wrong responses
+    L = (sum l_G + sum l_S) / number of tokens of both                                  over the whole step
+
+Feedback can always be built here, so that no wrong answer falls back to the policy gradient; the divergence is the full-vocabulary
+reverse KL of Full Context where the original has a truncated Jensen-Shannon divergence; the clip is symmetric. Ratios are capped; with
+one update per batch all of them are 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from firedistill.objectives.distributions import entropy, reverse_kl
+from firedistill.objectives.objective import (
+    Chunk,
+    Objective,
+    StepBatch,
+    TrainingBatch,
+    map_tokens,
+    register,
+    setting,
+    token_log_probs,
+)
+from firedistill.objectives.top_d import clipped_surrogate
+from firedistill.rollouts.engine import Rollout
+
+Deviation = Literal["population", "sample", "none"]
+
+
+def group_advantages(rewards: Tensor, prompt_index: Tensor, deviation: Deviation = "population") -> Tensor:
+    """`(r - mean) / (std + 1e-6)` within the responses to each prompt, 0 where all rewards are equal; `[N]`.
+
+    Args:
+        rewards: `[N]`.
+        prompt_index: `[N]` integers that name the prompt.
+        deviation: divide by the population's standard deviation, the sample's, or by nothing.
+    """
+    advantages = torch.zeros_like(rewards)
+    for prompt in prompt_index.unique():
+        group = prompt_index == prompt
+        centred = rewards[group] - rewards[group].mean()
+        if deviation == "none" or not centred.any():
+            advantages[group] = centred
+        else:
+            advantages[group] = centred / (rewards[group].std(correction=int(deviation == "sample")) + 1e-6)
+    return advantages
+
+
+def entropy_weights(teacher_logits: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """`exp(-beta H(q))` divided by its mean over the mask; `[N, T]`, detached, 0 outside the mask.
+
+    Args:
+        teacher_logits: `[N, T, V]`.
+        mask: `[N, T]`, true at the tokens that are distilled.
+        beta: 0 gives equal weights.
+    """
+    return weights_from_entropies(entropy(teacher_logits.detach()), mask, beta)
+
+
+def weights_from_entropies(entropies: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """`entropy_weights` for entropies in nats of the shape of `mask`."""
+    mask = mask.bool()
+    scores = (-beta * entropies).masked_fill(~mask, -torch.inf)
+    return (
+        (torch.softmax(scores.flatten(), dim=0) * mask.sum()).reshape(mask.shape) if mask.any() else torch.zeros_like(entropies)
+    )
+
+
+@register("srpo")
+@dataclass
+class SRPO(Objective):
+    """Group-relative policy gradient on correct responses, entropy-weighted reverse KL on wrong ones."""
+
+    group_size: int = setting(4, "Responses sampled per prompt.")
+    beta: float = setting(1.0, "Entropy coefficient of the token weights.")
+    clip: float = setting(0.2, "PPO clipping epsilon.")
+    ratio_cap: float = setting(2.0, "Largest importance ratio.")
+    deviation: Deviation = setting("population", "What advantages are divided by: population or sample deviation, or none.")
+
+    def needs_teacher(self, rollout: Rollout) -> bool:
+        return not rollout.verdict.correct
+
+    def prepare(self, batch: StepBatch) -> None:
+        tokens = batch.total(sum(len(rollout.response_ids) for rollout in batch.rollouts))
+        wrong = [rollout for rollout in batch.rollouts if not rollout.verdict.correct]
+        entropies = []
+        if wrong:
+            (full,) = batch.teacher(wrong, ["full"])
+            entropies = map_tokens(batch.teacher_head, full, lambda logits, chunk: entropy(logits))
+        # A factor common to all tokens leaves the weights as they are; taken out, they cannot underflow together.
+        lowest = -batch.largest(max((-float(h.min()) for h in entropies), default=-math.inf))
+        raw = [torch.exp(-self.beta * (h.double() - lowest)).cpu() for h in entropies]
+        total, count = batch.total(float(sum(w.sum() for w in raw))), batch.total(sum(len(w) for w in raw))
+        for rollout, weights, h in zip(wrong, raw, entropies, strict=True):
+            rollout.coefficients["entropy_weight"] = weights * count / total
+            batch.averages.add(srpo_entropy_weight=rollout.coefficients["entropy_weight"], srpo_teacher_entropy=h)
+            batch.averages.maximum(srpo_entropy_weight_max=rollout.coefficients["entropy_weight"])
+        advantages = group_advantages(
+            torch.tensor([float(rollout.verdict.correct) for rollout in batch.rollouts], dtype=torch.float64),
+            torch.tensor([rollout.prompt_index for rollout in batch.rollouts]),
+            self.deviation,
+        )
+        for rollout, advantage in zip(batch.rollouts, advantages.tolist(), strict=True):
+            rollout.coefficients |= {"advantage": advantage, "step_tokens": tokens}
+            batch.averages.add(srpo_advantage=abs(advantage))
+
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        correct = batch.rows(lambda rollout: rollout.verdict.correct)
+        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
+        (full,) = batch.teacher(wrong, ["full"])
+        correct_ids = batch.token_ids(correct)
+        advantages = batch.coefficients("advantage", correct)
+
+        def policy_gradient(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            log_probs = token_log_probs(student_logits, correct_ids[chunk])
+            batch.averages.add(entropy=entropy(student_logits.detach()))
+            return clipped_surrogate(log_probs, log_probs.detach(), advantages[chunk], self.clip, self.ratio_cap)
+
+        def distill(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            kl = reverse_kl(student_logits, batch.teacher_head(full.hidden[chunk]))
+            batch.averages.add(kl=kl.detach(), entropy=entropy(student_logits.detach()))
+            return kl
+
+        def weights(rows: list[int]) -> Tensor:
+            return 1 / batch.coefficients("step_tokens", rows)
+
+        return batch.token_loss(correct, weights(correct), policy_gradient) + batch.token_loss(
+            wrong, weights(wrong) * batch.coefficients("entropy_weight", wrong), distill
+        )

@@ -1,0 +1,63 @@
+"""Veto (Jang et al., arXiv 2601.07155): forward KL to a target that both teacher and student must like.
+
+Forward KL to a teacher explodes on tokens that the teacher wants and the student thinks impossible. Veto's target is a product of
+experts, the teacher times a tempered copy of the student itself, so that teacher-only tokens are vetoed early on. The student's
+vote, the exponent beta, decays linearly to 0 over training, where the target is the plain teacher.
+
+    Q_t(v) = q_t(v) p_t(v)^beta / Z,   loss_t = KL(sg[Q_t] || p_t),   beta_k = beta_start + (beta_end - beta_start) k / (K - 1)
+
+Here the teacher is the EMA with feedback on the student's own response, every rollout is distilled, and the schedule ends at
+`beta_end` exactly. Even for q = p the loss is not 0 while beta > 0: the target is sharper than the student.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from firedistill.objectives.distributions import entropy, finite_logits, forward_kl, log_softmax
+from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, setting
+
+
+def veto_target(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
+    """`log Q` of the product of experts `q p^beta`; `[..., V]`, detached.
+
+    Args:
+        student_logits, teacher_logits: `[..., V]`.
+        beta: the student's exponent; 0 gives the teacher itself.
+    """
+    student, teacher = log_softmax(finite_logits(student_logits.detach())), log_softmax(finite_logits(teacher_logits.detach()))
+    return log_softmax(teacher + beta * student) if beta else teacher
+
+
+@register("veto")
+@dataclass
+class Veto(Objective):
+    """Forward KL to the product of experts, on every rollout."""
+
+    beta_start: float = setting(0.8, "The student's exponent in the target at the first step.")
+    beta_end: float = setting(0.0, "The same at the last step; linear in between.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta_start < 0 or self.beta_end < 0:
+            raise ValueError(
+                f"beta_start is {self.beta_start} and beta_end {self.beta_end}; an exponent below 0 rewards disagreement"
+            )
+
+    def beta(self, progress: float) -> float:
+        return self.beta_start + (self.beta_end - self.beta_start) * progress
+
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        rows = batch.rows()
+        (full,) = batch.teacher(rows, ["full"])
+        beta = self.beta(batch.progress)
+
+        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+            teacher_logits = batch.teacher_head(full.hidden[chunk])
+            loss = forward_kl(student_logits, veto_target(student_logits, teacher_logits, beta))
+            batch.averages.add(kl=loss.detach(), entropy=entropy(student_logits.detach()), veto_beta=beta)
+            return loss
+
+        return batch.token_mean_loss(rows, token_loss)
