@@ -1,21 +1,36 @@
 """Started by torchrun in `test_distributed.py`: trains on this rank's share and writes what came out."""
 
+import random
 import sys
 from pathlib import Path
 
 import torch
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
+from firedistill.rollouts.engine import Response
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask
 
 
+class ScriptedEngine:
+    """Responses that depend on the prompt and the place in its group alone, not on the process that asks."""
+
+    def generate(self, prompts, sampling, seed, progress=None, limits=None):
+        responses = []
+        for position, prompt in enumerate(prompts):
+            draw = random.Random(f"{prompt} {prompts[:position].count(prompt)}")
+            ids = [draw.randrange(40, 100) for _ in range(draw.randrange(2, 9))]
+            responses.append(Response(ids, "x" * len(ids), finished=True))
+        return responses
+
+
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
-    config_class, trainer_class = {
-        "warmstart": (WarmStartConfig, WarmStartTrainer),
-        "fire": (SelfDistillConfig, SelfDistillTrainer),
-    }[kind]
+    """`kind` is warmstart, a method, or a method with scripted rollouts (`srpo:scripted`)."""
+    method, _, scripted = kind.partition(":")
+    warm_start = method == "warmstart"
+    config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
     config = config_class(
+        method="supervised" if warm_start else method,
         model=checkpoint,
         task="toy",
         model_dtype="float32",
@@ -31,6 +46,8 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         ddp_backend="gloo",
     )
     trainer = trainer_class(args=config, task=ToyTask())
+    if scripted:
+        trainer.rollout_engine = ScriptedEngine()
     trainer.train()
     weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
     torch.save(weights, Path(folder) / f"rank{config.process_index}.pt")
@@ -38,4 +55,6 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    kinds, checkpoint, folder, batch = sys.argv[1:]
+    for kind in kinds.split(","):
+        main(kind, checkpoint, str(Path(folder) / kind), int(batch))

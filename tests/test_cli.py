@@ -16,6 +16,7 @@ from rich.console import Console
 from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
 from firedistill.display import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
 from firedistill.inspection import inspect_example, print_inspection
+from firedistill.objectives import load_objective
 from firedistill.options import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
 from firedistill.rollouts.engine import Response
 from firedistill.run_log import read_jsonl
@@ -97,6 +98,47 @@ def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
     assert (config.max_steps, config.temperature) == (7, 0.5)
     assert (config.eval_size, config.top_p) == (2, 1.0)
     assert (config.lora_r, config.weight_decay) == (16, 0.01)
+
+
+def test_settings_of_the_method_are_set_one_by_one(recipe):
+    config = build_config(
+        SelfDistillConfig,
+        str(recipe),
+        parse_overrides(["--method", "veto", "--method_settings.beta_start", "1e-1", "--method_settings.beta-end=0.05"]),
+    )
+    assert config.method_settings == {"beta_start": "1e-1", "beta_end": "0.05"}
+    veto = load_objective(config.method, config.method_settings)
+    assert (veto.beta_start, veto.beta_end, veto.group_size) == (0.1, 0.05, 1)
+    with pytest.raises(OptionError, match="--max_steps.x: max_steps is '9' on the command line, expected a mapping"):
+        build_config(SelfDistillConfig, None, {"max_steps": "9", "max_steps.x": "1"})
+
+
+def test_a_recipe_says_what_changes_with_the_method(tmp_path):
+    """The paper's tables: group sizes and micro-batches of the method that is chosen."""
+    chosen = {
+        method: build_config(
+            SelfDistillConfig, "arc_challenge-qwen2.5-3b", {"use_cpu": True} | ({"method": method} if method else {})
+        )
+        for method in (None, "veto", "srpo", "on_policy_sft")
+    }
+    batches = {m: (c.per_device_train_batch_size, c.gradient_accumulation_steps) for m, c in chosen.items()}
+    assert batches == {None: (8, 1), "veto": (8, 1), "srpo": (2, 4), "on_policy_sft": (2, 4)}
+    assert load_objective("srpo", chosen["srpo"].method_settings).group_size == 4
+    assert load_objective("on_policy_sft", chosen["on_policy_sft"].method_settings).group_size == 2
+    large = build_config(
+        SelfDistillConfig, "mmlu_pro-qwen2.5-14b", {"use_cpu": True, "method": "scope", "quantization": "none"}
+    )
+    assert large.method_settings == {"group_size": 2} and large.gradient_accumulation_steps == 8
+    override = {"method": "srpo", "gradient_accumulation_steps": "2", "method_settings.group_size": "8", "use_cpu": True}
+    ours = build_config(SelfDistillConfig, "arc_challenge-qwen2.5-3b", override)
+    assert ours.gradient_accumulation_steps == 2 and load_objective("srpo", ours.method_settings).group_size == 8
+    for text, complaint in [
+        ("methods: [srpo]", "methods in .* must hold a mapping"),
+        ("methods: {srp: {}}", "unknown method 'srp'"),
+    ]:
+        (tmp_path / "mine.yaml").write_text(text)
+        with pytest.raises(OptionError, match=complaint):
+            build_config(SelfDistillConfig, str(tmp_path / "mine.yaml"), {})
 
 
 def test_numbers_in_scientific_notation(recipe):

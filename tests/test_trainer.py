@@ -20,7 +20,31 @@ from firedistill.trainer import TrainingOrder, learning_rate_factor
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, save_checkpoint
 
-METHODS = ["fire", "no_attribution", "no_projection", "hard_gradient_excision", "full_context"]
+METHODS = [
+    "fire",
+    "no_attribution",
+    "no_projection",
+    "hard_gradient_excision",
+    "full_context",
+    "on_policy_sft",
+    "veto",
+    "demopsd",
+    "top_d",
+    "tropd",
+    "srpo",
+    "scope",
+]
+
+
+DIAGNOSTICS = {
+    "on_policy_sft": {"nll"},
+    "veto": {"veto_beta", "kl"},
+    "demopsd": {"demopsd_disagreement", "demopsd_alpha"},
+    "top_d": {"top_d_return_std", "top_d_ratio", "top_d_clip_fraction", "grad_norm_max"},
+    "tropd": {"tropd_trusted", "tropd_reward", "prefix_length"},
+    "srpo": {"srpo_advantage", "srpo_entropy_weight_max", "srpo_teacher_entropy"},
+    "scope": {"scope_student_perplexity", "scope_teacher_perplexity", "scope_teacher_weight_max"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +101,23 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
         assert {"alpha_full", "alpha_outcome", "alpha_hint", "beta", "eta", "chi_active"} <= rows[-1].keys()
         for row in rows:
             assert row["alpha_full"] + row["alpha_outcome"] + row["alpha_hint"] == pytest.approx(1, abs=1e-5)
-    if method in {"no_attribution", "full_context"}:
-        wrong_views = rows[0]["teacher_tokens"]
-        assert wrong_views > 0 and rows[0]["teacher_tokens_saved"] == 0
+    if method in {"no_attribution", "full_context", "veto", "top_d", "tropd"}:
+        assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] == 0
+    if method == "on_policy_sft":
+        assert rows[0]["teacher_tokens"] == 0
+    assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"
+    groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5}.get(method, 1)
+    for row in rows:
+        rollouts = pq.read_table(tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.parquet").to_pylist()
+        assert len(rollouts) == 4 * groups
+        sampled = sum(r["response_tokens"] - r["prefix_tokens"] + r["draft_tokens"] for r in rollouts)
+        assert row["generated_tokens"] == sampled > 0
+    if method == "top_d":
+        assert all(row["updates"] == 4 for row in rows)
+    if method == "tropd":
+        assert rows[0]["prefix_length"] > 0 and "prefix_length" not in rows[-1], "guidance ends with the schedule"
+    if method == "veto":
+        assert [row["veto_beta"] for row in rows] == pytest.approx([0.8, 0.8 * 2 / 3, 0.8 / 3, 0.0], abs=1e-6)
     evaluations = read_jsonl(tmp_path / "run" / "evals.jsonl")
     assert [row["step"] for row in evaluations] == [0, 2, 4]
     assert {
@@ -138,17 +176,18 @@ def test_micro_batches_change_memory_not_the_result(method, checkpoint, tmp_path
             torch.testing.assert_close(weights[name], other_weights[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_resumed_run_equals_the_uninterrupted_one(checkpoint, tmp_path):
-    whole = trainer(checkpoint, tmp_path / "whole")
+@pytest.mark.parametrize("method", ["fire", "veto", "top_d", "tropd", "srpo"])
+def test_a_resumed_run_equals_the_uninterrupted_one(method, checkpoint, tmp_path):
+    whole = trainer(checkpoint, tmp_path / "whole", method=method)
     whole.train()
     for removed in (tmp_path / "whole" / "checkpoint-4",):
         assert removed.is_dir()
     # A run that was killed after step 3: the last checkpoint is that of step 2, rows of step 3 are in the log.
     killed = tmp_path / "killed"
-    part = trainer(checkpoint, killed)
+    part = trainer(checkpoint, killed, method=method)
     part.add_callback(StopAt(3))
     part.train()
-    rest = trainer(checkpoint, killed)
+    rest = trainer(checkpoint, killed, method=method)
     rest.train(resume_from_checkpoint=True)
     for name in ("metrics.jsonl", "evals.jsonl"):
         expected, found = read_jsonl(tmp_path / "whole" / name), read_jsonl(killed / name)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 
 from firedistill.config import SelfDistillConfig
+from firedistill.objectives import objective_class
 
 Config = TypeVar("Config", bound=SelfDistillConfig)
 
@@ -30,7 +31,11 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
     Raises:
         OptionError: an unknown option, a value of the wrong type, an unreadable recipe, or values that cannot be meant.
     """
-    values = {name: (value, f"in {recipe}") for name, value in (read_recipe(recipe) if recipe else {}).items()}
+    from_recipe = read_recipe(recipe) if recipe else {}
+    from_recipe |= settings_of_method(
+        from_recipe.pop("methods", None), overrides.get("method", from_recipe.get("method")), recipe
+    )
+    values = {name: (value, f"in {recipe}") for name, value in from_recipe.items()}
     for name, value in overrides.items():
         mapping, dot, key = name.partition(".")
         if dot:  # --method_settings.alpha 0.3 changes one entry of the mapping
@@ -79,6 +84,24 @@ def read_recipe(name: str) -> dict[str, Any]:
     if not isinstance(values, dict | None):
         raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")
     return values or {}
+
+
+def settings_of_method(methods: Any, chosen: str | None, recipe: str | None) -> dict[str, Any]:
+    """What a recipe's `methods` says about the chosen method: options that change with it, such as its group size.
+
+    Raises:
+        OptionError: it is no mapping of method names to mappings of options.
+    """
+    if methods is None:
+        return {}
+    if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
+        raise OptionError(f"methods in {recipe} must hold a mapping of options for each method that it names")
+    for name in methods:
+        try:
+            objective_class(name)
+        except ValueError as error:
+            raise OptionError(f"methods in {recipe}: {error}") from error
+    return methods.get(chosen or SelfDistillConfig.method, {})
 
 
 def built_in_recipes() -> list[str]:

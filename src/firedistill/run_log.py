@@ -26,6 +26,8 @@ ROLLOUT_COLUMNS = pa.schema(
         "well_formed": pa.bool_(),
         "finished": pa.bool_(),
         "response_tokens": pa.int64(),
+        "prefix_tokens": pa.int64(),
+        "draft_tokens": pa.int64(),
         "trained": pa.bool_(),
         "feedback": pa.list_(pa.struct({"name": pa.string(), "text": pa.string()})),
     }
@@ -109,6 +111,8 @@ def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict
         "well_formed": verdict.well_formed,
         "finished": rollout.response.finished,
         "response_tokens": len(rollout.response_ids),
+        "prefix_tokens": rollout.prefix_length,
+        "draft_tokens": rollout.draft_tokens,
         "trained": trained,
         "feedback": [{"name": field.name, "text": field.text} for field in rollout.feedback],
     }

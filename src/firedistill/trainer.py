@@ -61,6 +61,7 @@ class StepLog:
     grad_norms: list[float] = field(default_factory=list)
     trained_rollouts: int = 0
     skipped: bool = False
+    skipped_updates: int = 0
 
     def add(self, **amounts: float) -> None:
         for name, amount in amounts.items():
@@ -436,6 +437,7 @@ class SelfDistillTrainer(Trainer):
         self.step_log.grad_norms.append(float(grad_norm))
         if self.step_log.trained_rollouts == 0 or not math.isfinite(float(grad_norm)):
             self.step_log.skipped = True
+            self.step_log.skipped_updates += 1
             self.counters["skipped_updates"] += 1
             self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
@@ -553,7 +555,7 @@ class SelfDistillTrainer(Trainer):
         self.counters["cumulative_train_seconds"] += total
         self.last_metrics = {
             "step": self.state.global_step,
-            "loss": sum(loss for *_, loss in ranks) / len(ranks),
+            "loss": sum(loss for *_, loss in ranks) / len(ranks) / len(log.grad_norms),
             "grad_norm": statistics.fmean(log.grad_norms),
             **({"grad_norm_max": max(log.grad_norms), "updates": len(log.grad_norms)} if len(log.grad_norms) > 1 else {}),
             "learning_rate": log.learning_rate,
@@ -563,7 +565,7 @@ class SelfDistillTrainer(Trainer):
             **sums,
             **averages.means(),
             "ema_distance": self.teacher.distance(),
-            "skipped_update": int(log.skipped),
+            "skipped_update": log.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
         }
         if self.run_log is not None:
