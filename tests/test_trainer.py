@@ -154,7 +154,7 @@ def test_the_run_directory(checkpoint, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_change_memory_not_the_result(method, checkpoint, tmp_path):
     results = []
-    for size, accumulation in ((4, 1), (2, 2), (1, 4)):
+    for size, accumulation in ((4, 1), (1, 4)):
         t = trainer(
             checkpoint,
             tmp_path / f"{size}",

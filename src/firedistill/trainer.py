@@ -289,7 +289,7 @@ class SelfDistillTrainer(Trainer):
             rollouts=rollouts,
             prompts=self.prompts_per_step,
             progress=self.progress,
-            seed=self.sampling_seed(),
+            seed=self.sampling_seed() ^ 1 << 62,  # no draw of the objective repeats one of the sampler
             student=student,
             teacher=lambda rollouts, views: self.score_views(rollouts, views, keep=True),
             head=self.head,
@@ -305,9 +305,12 @@ class SelfDistillTrainer(Trainer):
         return self.state.global_step / max(self.state.max_steps - 1, 1)
 
     def micro_batches(self, rollouts: Sequence[Rollout], count: int) -> list[list[Rollout]]:
-        """Rollouts of similar length share a micro-batch: less padding, and the loss does not depend on the split."""
+        """Rollouts of similar length share a micro-batch: less padding, and the loss does not depend on the split.
+
+        Where few rollouts train, the first micro-batches are as full as in a whole step and the last ones empty.
+        """
         ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
-        size = math.ceil(len(ordered) / count)
+        size = max(math.ceil(len(ordered) / count), self.args.per_device_train_batch_size * self.objective.group_size)
         return [ordered[i * size : (i + 1) * size] for i in range(count)]
 
     def updates(self, rollouts: list[Rollout]) -> list[Update]:
@@ -406,9 +409,10 @@ class SelfDistillTrainer(Trainer):
         read = self.view_scorer.tokens - before
         asked = sum(self.view_tokens(rollout, view) for rollout in rollouts for view in views)
         self.step_log.add(teacher_tokens=read, teacher_tokens_saved=asked - read)
-        for view, found in zip(views, states, strict=True):
-            for rollout, hidden in zip(rollouts, found.hidden.split(lengths) if keep else [], strict=keep):
-                rollout.teacher_states[view] = hidden
+        if keep:
+            for view, found in zip(views, states, strict=True):
+                for rollout, hidden in zip(rollouts, found.hidden.split(lengths), strict=True):
+                    rollout.teacher_states[view] = hidden
         return states
 
     def sampling_seed(self) -> int:
