@@ -29,6 +29,11 @@ class OnPolicySFT(Objective):
     group_size: int = setting(4, "Responses sampled per prompt.")
     temperature: float = setting(1.0, "Sampling temperature; any other than 1 makes the data off-policy.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature is {self.temperature}; 0 is greedy, above 0 samples")
+
     def sampling(self, law: Sampling) -> Sampling:
         return replace(law, temperature=self.temperature)
 

@@ -51,11 +51,13 @@ def group_advantages(rewards: Tensor, prompt_index: Tensor, deviation: Deviation
     advantages = torch.zeros_like(rewards)
     for prompt in prompt_index.unique():
         group = prompt_index == prompt
-        centred = rewards[group] - rewards[group].mean()
-        if deviation == "none" or not centred.any():
-            advantages[group] = centred
-        else:
-            advantages[group] = centred / (rewards[group].std(correction=int(deviation == "sample")) + 1e-6)
+        members = rewards[group]
+        if (members == members[0]).all():  # their mean may differ from them by a rounding error
+            continue
+        centred = members - members.mean()
+        if deviation != "none":
+            centred = centred / (members.std(correction=int(deviation == "sample")) + 1e-6)
+        advantages[group] = centred
     return advantages
 
 
@@ -89,6 +91,17 @@ class SRPO(Objective):
     clip: float = setting(0.2, "PPO clipping epsilon.")
     ratio_cap: float = setting(2.0, "Largest importance ratio.")
     deviation: Deviation = setting("population", "What advantages are divided by: population or sample deviation, or none.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}; it must be a finite number, 0 or above")
+        if not self.clip >= 0:
+            raise ValueError(f"clip is {self.clip}; it must be 0 or above")
+        if not self.ratio_cap >= 1:
+            raise ValueError(
+                f"ratio_cap is {self.ratio_cap}; below 1 it would cut off ratios of 1, and with them every gradient"
+            )
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
