@@ -40,15 +40,6 @@ from tiny import ToyTask, random_model, save_checkpoint
 METHODS = ["full_context", "on_policy_sft", "scope", "srpo"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """On tensors this small a second thread costs far more than it gains, fifty times the time on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tensor(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
