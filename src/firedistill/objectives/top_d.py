@@ -93,7 +93,7 @@ def clipped_surrogate(
         epsilon: clipping range.
         ratio_cap: the ratio `w` is cut to it first.
     """
-    ratio = (logp - old_logp.detach()).exp()
+    ratio = (logp - old_logp.detach()).clamp(max=80.0).exp()  # an infinite ratio has a gradient of 0 * infinity where it is cut
     if ratio_cap is not None:
         ratio = ratio.clamp(max=ratio_cap)
     advantages = advantages.detach()

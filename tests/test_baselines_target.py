@@ -1,0 +1,631 @@
+"""Veto, DemoPSD, TOP-D and TrOPD: values computed by hand, the printed equations read literally, and the methods on batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+from mpmath import mp, mpf
+
+import reference
+from firedistill.functional import (
+    clipped_surrogate,
+    demopsd_target,
+    entropy,
+    forward_kl,
+    future_mean_returns,
+    induced_gradient,
+    jensen_shannon,
+    pooled_advantages,
+    proximal_rewards,
+    reverse_kl,
+    tropd_token_loss,
+    trust_acceptance,
+    veto_target,
+)
+from firedistill.objectives.distributions import log_softmax
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Values computed by hand, on a vocabulary of three tokens
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def logs(*probabilities):
+    return torch.tensor(probabilities, dtype=torch.float64).log()
+
+
+P, Q = logs(0.5, 0.3, 0.2), logs(0.1, 0.6, 0.3)  # student and teacher
+PULL = [0.546878, -0.362649, -0.184229]  # logit gradient of KL(p || q)
+
+
+def assert_printed(found, expected, digits=6):
+    """Equal to a number that was printed with so many digits after the point."""
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), expected, rtol=0, atol=0.5001 * 10**-digits)
+
+
+def gradient(function, logits):
+    """Gradient of the sum of `function(logits)` with respect to the logits."""
+    logits = logits.detach().clone().requires_grad_()
+    (found,) = torch.autograd.grad(function(logits).sum(), logits)
+    return found
+
+
+def test_the_toy_distributions_have_the_printed_divergences():
+    assert_printed(forward_kl(P, Q), 0.376584)
+    assert_printed(reverse_kl(P, Q), 0.515682)
+    assert_printed(jensen_shannon(P, Q), 0.103295)
+    assert_printed(induced_gradient(P, Q), PULL)
+
+
+# Veto
+
+
+def veto_loss(logits, teacher, beta):
+    return forward_kl(logits, veto_target(logits, teacher, beta))
+
+
+def test_veto_without_the_students_vote_is_forward_kl_to_the_teacher():
+    assert torch.equal(veto_target(P, Q, 0.0), log_softmax(Q))
+    assert_printed(veto_target(P, Q, 0.0).exp(), [0.1, 0.6, 0.3], digits=12)
+    assert_printed(veto_loss(P, Q, 0.0), 0.376584)
+
+
+@pytest.mark.parametrize(
+    ("beta", "target"),
+    [(0.4, [0.125461, 0.613651, 0.260888]), (0.8, [0.155555, 0.620236, 0.224209]), (1.0, [0.172414, 0.620690, 0.206897])],
+)
+def test_veto_target_by_hand(beta, target):
+    assert_printed(veto_target(P, Q, beta).exp(), target)
+
+
+def test_veto_losses_and_gradients_by_hand():
+    assert_printed(veto_loss(P, Q, 0.8), 0.294479)
+    assert_printed(gradient(lambda z: veto_loss(z, Q, 0.8), P), [0.344445, -0.320236, -0.024209])
+    assert_printed(reverse_kl(P, veto_target(P, Q, 0.8)), 0.343056)
+    assert_printed(gradient(lambda z: reverse_kl(z, veto_target(z, Q, 0.8)), P), [0.412276, -0.320812, -0.091464])
+
+
+def test_veto_does_not_differentiate_its_target():
+    def attached(z):
+        log_p = z.log_softmax(-1)
+        log_target = (Q + 0.8 * log_p).log_softmax(-1)
+        return (log_target.exp() * (log_target - log_p)).sum(-1)
+
+    assert_printed(gradient(attached, P), [0.162497, -0.105963, -0.056534])  # what it would be
+    student, teacher = P.clone().requires_grad_(), Q.clone().requires_grad_()
+    assert not veto_target(student, teacher, 0.8).requires_grad
+    veto_loss(student, teacher, 0.8).backward()
+    assert teacher.grad is None
+    assert_printed(student.grad, [0.344445, -0.320236, -0.024209])
+
+
+def test_veto_sharpens_a_student_that_equals_its_teacher():
+    assert_printed(veto_target(P, P, 0.8).exp(), [0.628574, 0.250627, 0.120799])
+    assert_printed(veto_loss(P, P, 0.8), 0.037874)
+    assert float(veto_loss(P, P, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.8, 2.0])
+def test_veto_with_a_uniform_student_or_teacher(beta):
+    uniform = torch.full_like(P, 5.0)
+    torch.testing.assert_close(veto_target(uniform, Q, beta), Q)
+    torch.testing.assert_close(veto_target(P, uniform, beta), (beta * P).log_softmax(-1))
+
+
+def test_veto_rests_where_the_student_is_the_teacher_to_the_power_of_1_over_1_minus_beta():
+    student = logs(0.021739, 0.782609, 0.195652)
+    assert_printed((2 * Q).log_softmax(-1).exp(), student.exp())
+    assert_printed(veto_target(2 * Q, Q, 0.5).exp(), student.exp())
+    assert abs(float(veto_loss(2 * Q, Q, 0.5))) < 1e-15
+    assert gradient(lambda z: veto_loss(z, Q, 0.5), 2 * Q).abs().max() < 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_veto_keeps_a_token_away_that_the_student_thinks_impossible(dtype):
+    student, teacher = torch.tensor([0.0, -40.0, -1.0], dtype=dtype), Q.to(dtype)
+    for beta, mass in ((0.8, 0.0), (0.0, 0.6)):
+        assert float(veto_target(student, teacher, beta)[1].exp()) == pytest.approx(mass, abs=1e-6)
+        slope = gradient(lambda z, beta=beta: veto_loss(z, teacher, beta), student)
+        assert torch.isfinite(veto_loss(student, teacher, beta)) and slope.abs().sum() <= 2
+        assert float(slope[1]) == pytest.approx(-mass, abs=1e-6)
+
+
+# DemoPSD
+
+
+def demopsd_loss(logits, reference_logits, teacher, alpha_max=0.15, beta=50.0):
+    return reverse_kl(logits, demopsd_target(reference_logits, teacher, alpha_max, beta)[0])
+
+
+def two_tokens_with_divergence(divergence):
+    """Logits of (1/2 + e, 1/2 - e) and of its mirror image, whose Jensen-Shannon divergence is this."""
+
+    def of(e):
+        return math.log(2) + (0.5 + e) * math.log(0.5 + e) + (0.5 - e) * math.log(0.5 - e)
+
+    low, high = 0.0, 0.5 - 1e-12
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if of(middle) < divergence else (low, middle)
+    return logs(0.5 + low, 0.5 - low), logs(0.5 - low, 0.5 + low)
+
+
+def test_demopsd_without_leak_is_reverse_kl_to_the_teacher():
+    target, alpha = demopsd_target(logs(0.45, 0.35, 0.2), Q, 0.0, 50.0)
+    assert float(alpha) == 0.0
+    torch.testing.assert_close(target, Q, rtol=1e-15, atol=1e-15)
+    assert_printed(demopsd_loss(P, logs(0.45, 0.35, 0.2), Q, alpha_max=0.0), 0.515682)
+
+
+def test_demopsd_where_feedback_changes_nothing():
+    target, alpha = demopsd_target(Q, Q, 0.15, 50.0)
+    assert float(jensen_shannon(Q, Q)) == 0.0 and float(alpha) == 0.0
+    torch.testing.assert_close(target, Q, rtol=1e-15, atol=1e-15)
+
+
+DIVERGENCES = {0.001: 0.003749, 0.005: 0.018653, 0.01: 0.036738, 0.02: 0.069318, 0.046: 0.122663, 0.1: 0.147992, 0.25: 0.149999}
+
+
+@pytest.mark.parametrize(("divergence", "alpha"), DIVERGENCES.items())
+def test_demopsd_share_of_the_reference_by_hand(divergence, alpha):
+    a, b = two_tokens_with_divergence(divergence)
+    assert float(jensen_shannon(a, b)) == pytest.approx(divergence, rel=1e-9)
+    assert_printed(demopsd_target(a, b, 0.15, 50.0)[1], alpha)
+    as_printed_in_the_paper = 2 * 0.15 * (1 / (1 + math.exp(-50 * divergence)) - 0.5)
+    assert float(demopsd_target(a, b, 0.15, 50.0)[1]) == pytest.approx(as_printed_in_the_paper, rel=1e-8)
+
+
+def test_demopsd_share_grows_strictly_and_stays_below_its_maximum():
+    shares = [float(demopsd_target(*two_tokens_with_divergence(d), 0.15, 50.0)[1]) for d in [0.0, *DIVERGENCES, 0.4, 0.6]]
+    assert shares[0] == pytest.approx(0.0, abs=1e-15)
+    assert all(a < b for a, b in zip(shares, shares[1:], strict=False))
+    assert shares[-1] < 0.15
+
+
+def test_demopsd_with_the_student_as_reference_by_hand():
+    target, alpha = demopsd_target(P, Q, 0.15, 50.0)
+    assert_printed(alpha, 0.148295)
+    assert_printed(target.exp(), [0.133520, 0.569381, 0.297099])
+    assert_printed(demopsd_loss(P, P, Q), 0.388798)
+    slope = gradient(lambda z: demopsd_loss(z, P, Q), P)
+    assert_printed(slope, [0.465779, -0.308870, -0.156909])
+    assert_printed(1 - alpha, 0.851705)
+    torch.testing.assert_close(slope, (1 - alpha) * induced_gradient(P, Q))
+
+
+def test_demopsd_on_mild_disagreement_by_hand():
+    teacher = logs(0.45, 0.33, 0.22)
+    target, alpha = demopsd_target(P, teacher, 0.15, 50.0)
+    assert_printed(jensen_shannon(P, teacher), 0.00125366, digits=8)
+    assert_printed(alpha, 0.00469969, digits=8)
+    assert_printed(target.exp(), [0.450233, 0.329860, 0.219907])
+    assert_printed(demopsd_loss(P, P, teacher), 0.00497812, digits=8)
+
+
+def test_demopsd_with_another_reference_by_hand():
+    other = logs(0.45, 0.35, 0.20)
+    target, alpha = demopsd_target(other, Q, 0.15, 50.0)
+    assert_printed(jensen_shannon(other, Q), 0.081904)
+    assert_printed(alpha, 0.145086)
+    assert_printed(target.exp(), [0.129284, 0.576717, 0.293999])
+    slope = gradient(lambda z: demopsd_loss(z, other, Q), P)
+    assert_printed(slope, [0.474710, -0.317023, -0.157687])
+    torch.testing.assert_close(slope, (1 - alpha) * induced_gradient(P, Q) + alpha * induced_gradient(P, other))
+
+
+def test_demopsd_that_leans_back_all_the_way_leaves_the_student_alone():
+    target, alpha = demopsd_target(P, Q, 1.0, 1e6)
+    assert float(alpha) == 1.0
+    torch.testing.assert_close(target, P)
+    assert abs(float(reverse_kl(P, target))) < 1e-15
+    assert gradient(lambda z: demopsd_loss(z, P, Q, 1.0, 1e6), P).abs().max() < 1e-15
+
+
+def test_demopsd_target_lies_between_teacher_and_student_in_entropy():
+    target, _ = demopsd_target(P, Q, 0.15, 50.0)
+    assert_printed(torch.stack([entropy(P), entropy(target), entropy(Q)]), [1.029653, 0.950108, 0.897946])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_jensen_shannon_of_disjoint_and_of_underflowing_distributions(dtype):
+    one, other = (torch.tensor(x, dtype=dtype) for x in ([0.0, -math.inf, -math.inf], [-math.inf, 0.0, -math.inf]))
+    assert float(jensen_shannon(one, other)) == pytest.approx(math.log(2), rel=1e-6)
+    far, farther = torch.tensor([0.0, -200.0, -2000.0], dtype=dtype), torch.tensor([-2000.0, 0.0, -300.0], dtype=dtype)
+    assert float(jensen_shannon(far, farther)) == pytest.approx(math.log(2), rel=1e-6)
+    target, alpha = demopsd_target(far, farther, 0.15, 50.0)
+    assert torch.isfinite(target).all() and float(alpha) == pytest.approx(0.15)
+    assert torch.isfinite(reverse_kl(far, target)) and torch.isfinite(gradient(lambda z: reverse_kl(z, target), far)).all()
+
+
+# TOP-D
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("log_ratio", "reward"),
+    [(0, 0), (-1, -0.135160), (-5, -0.221460), (-math.inf, -0.223144), (-1e4, -0.223144), (1, 0.295395), (5, 3.417157)]
+    + [(1e4, 1e4 + math.log(0.2))],
+)
+def test_top_d_reward_by_hand(log_ratio, reward, dtype):
+    old = torch.tensor([[-2.0]], dtype=dtype)
+    found = proximal_rewards(old + log_ratio, old, 0.2)
+    assert found.dtype == dtype
+    assert_printed(found.double(), [[reward]], digits=6 if dtype is torch.float64 or log_ratio < 1e4 else 2)
+
+
+def test_top_d_reward_mixes_probabilities_not_log_probabilities():
+    log_ratio = torch.tensor([[-50.0, -1.0, 0.0, 0.3, 7.0]], dtype=torch.float64)
+    nothing = torch.zeros_like(log_ratio)
+    assert torch.equal(proximal_rewards(log_ratio, nothing, 1.0), log_ratio)
+    torch.testing.assert_close(proximal_rewards(log_ratio, nothing, 1e-9), nothing, rtol=0, atol=1e-5)
+    assert torch.equal(proximal_rewards(log_ratio, nothing, 0.0), nothing)
+    assert ((proximal_rewards(log_ratio, nothing, 0.2) - 0.2 * log_ratio).abs() > 0.01).tolist() == [
+        [True, True, False, False, True]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "returns"),
+    [([0.1, -0.2, 0.3], [0.15, 0.1, 0.3]), ([0.7], [0.7]), ([0.4, 0.4, 0.4, 0.4], [0.8, 0.8, 0.8, 0.4])],
+)
+def test_top_d_return_adds_the_mean_of_what_follows(rewards, returns):
+    found = future_mean_returns(torch.tensor([rewards], dtype=torch.float64), torch.ones(1, len(rewards)))
+    assert_printed(found, [returns], digits=12)
+
+
+def test_top_d_advantages_of_a_group_by_hand():
+    log_ratio = torch.tensor([[0.5, -2.0, 1.0], [-0.3, 99.0, 99.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+    rewards = proximal_rewards(log_ratio, torch.zeros_like(log_ratio), 0.2)
+    assert_printed(rewards[mask], [0.121991, -0.189870, 0.295395, -0.053228])
+    returns = future_mean_returns(rewards, mask)
+    assert_printed(returns[mask], [0.174754, 0.105525, 0.295395, -0.053228])
+    assert (returns[~mask] == 0).all()
+    assert_printed(returns[mask].mean(), 0.130611)
+    assert_printed(returns[mask].std(correction=0), 0.126024)
+    assert_printed(returns[mask].std(correction=1), 0.145520)  # which is not the one that is used
+    advantages = pooled_advantages(returns, mask, torch.zeros(2, dtype=torch.long))
+    assert_printed(advantages[mask], [0.350267, -0.199058, 1.307542, -1.458752])
+
+
+def test_top_d_gradient_of_one_token_rollouts_by_hand():
+    tokens, mask = torch.tensor([[0], [0], [1], [2]]), torch.ones(4, 1)
+    old, teacher = P[tokens], Q[tokens]
+    advantages = pooled_advantages(
+        future_mean_returns(proximal_rewards(teacher, old, 0.2), mask), mask, torch.zeros(4, dtype=torch.long)
+    )
+    assert_printed(advantages[:, 0], [-0.981236, -0.981236, 1.253864, 0.708608])
+
+    def loss(z):
+        return clipped_surrogate(z.log_softmax(-1)[tokens], old, advantages, 0.2).mean()
+
+    assert abs(float(loss(P))) < 1e-6
+    assert_printed(gradient(loss, P), [0.490618, -0.313466, -0.177152])
+
+
+def test_top_d_with_a_teacher_equal_to_the_old_student_has_no_advantage():
+    same, mask = torch.randn(4, 6, dtype=torch.float64), torch.ones(4, 6)
+    returns = future_mean_returns(proximal_rewards(same, same, 0.2), mask)
+    advantages = pooled_advantages(returns, mask, torch.tensor([0, 0, 1, 1]))
+    assert (returns == 0).all() and (advantages == 0).all()
+    assert (gradient(lambda live: clipped_surrogate(live, same, advantages, 0.2), same + 0.5) == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_equal_returns_have_a_deviation_of_zero(dtype):
+    """Three times 0.1 is not 0.3: a deviation of a rounding error would blow equal returns up to size 1."""
+    returns, mask = torch.full((5, 7), 0.1, dtype=dtype), torch.ones(5, 7)
+    assert pooled_advantages(returns, mask, torch.zeros(5, dtype=torch.long)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "surrogate", "slope"),
+    [
+        (1.5, 1, 1.2, 0.0),
+        (0.5, 1, 0.5, 0.5),
+        (1.5, -1, -1.5, -1.5),
+        (0.5, -1, -0.8, 0.0),
+        (1.0, 1, 1.0, 1.0),
+        (1.0, -1, -1.0, -1.0),
+    ],
+)
+def test_top_d_clips_what_would_be_gained_not_what_would_be_lost(ratio, advantage, surrogate, slope):
+    old, advantages = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    live = old + math.log(ratio)
+    assert_printed(-clipped_surrogate(live, old, advantages, 0.2), [surrogate], digits=12)
+    assert_printed(-gradient(lambda live: clipped_surrogate(live, old, advantages, 0.2), live), [slope], digits=12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(cap, dtype):
+    """exp(800) overflows in both precisions; clipped, its value and its gradient are those of any large ratio."""
+    old = torch.tensor([-801.0, -801.0], dtype=dtype)
+    live, advantages = torch.full_like(old, -1.0), torch.tensor([1.0, 0.0], dtype=dtype)
+    assert (-clipped_surrogate(live, old, advantages, 0.2, cap)).tolist() == pytest.approx([1.2, 0.0])
+    assert gradient(lambda z: clipped_surrogate(z, old, advantages, 0.2, cap), live).tolist() == [0.0, 0.0]
+
+
+def test_top_d_expects_the_pull_to_the_proximal_teacher():
+    """Summed over all tokens, the immediate reward as a score function is reverse KL to the mixture (0.42, 0.36, 0.22)."""
+    p, proximal = P.exp(), 0.2 * Q.exp() + 0.8 * P.exp()
+    assert_printed(proximal, [0.42, 0.36, 0.22], digits=12)
+    reward = proximal_rewards(Q[None], P[None], 0.2)[0]
+    torch.testing.assert_close(reward, proximal.log() - P)
+    slope = gradient(lambda z: p @ clipped_surrogate(z.log_softmax(-1), P, reward, 0.2), P)
+    assert_printed(slope, [0.080468, -0.058722, -0.021746])
+    torch.testing.assert_close(slope, induced_gradient(P, proximal.log()))
+
+
+def test_top_d_with_the_teacher_alone_and_immediate_rewards_is_plain_distillation():
+    reward = proximal_rewards(Q[None], P[None], 1.0)[0]
+    assert_printed(gradient(lambda z: P.exp() @ clipped_surrogate(z.log_softmax(-1), P, reward, 0.2), P), PULL)
+
+
+# TrOPD
+
+EVERY_TOKEN = torch.arange(3)
+
+
+def token_class(name):
+    """`trusted`, `prefix` for three tokens of one class."""
+    return torch.full((3,), name == "trusted"), torch.full((3,), name == "prefix")
+
+
+def tropd_rows(name, top_k=64, old=P, beta=1e-3):
+    """`[3]` losses and `[3, 3]` logit gradients of the three tokens of the toy as one class."""
+
+    def loss(z):
+        return tropd_token_loss(z, Q.expand(3, 3), old, EVERY_TOKEN, *token_class(name), top_k, beta)
+
+    return loss(P.expand(3, 3)), gradient(loss, P.expand(3, 3))
+
+
+def test_tropd_acceptance_by_hand():
+    acceptance = trust_acceptance(Q, P)
+    assert_printed(acceptance, [0.2, 1.0, 1.0], digits=12)
+    assert float(P.exp() @ acceptance) == pytest.approx(0.6)  # 1 - TV, the sum of min(p, q)
+
+
+def test_tropd_trusted_token_by_hand():
+    losses, slopes = tropd_rows("trusted")
+    assert_printed(losses / -P, [-1.609438, 0.693147, 0.405465])
+    assert_printed(slopes[0], [0.804719, -0.482831, -0.321888])
+    assert_printed(slopes[1], [0.346574, -0.485203, 0.138629])
+    assert_printed(slopes[2], [0.202733, 0.121640, -0.324372])
+
+
+def test_tropd_that_trusts_everything_expects_plain_distillation():
+    assert_printed(P.exp() @ tropd_rows("trusted")[1], PULL)
+
+
+def test_tropd_expected_gradient_by_hand():
+    p, accept = P.exp(), trust_acceptance(Q, P)
+    trusted = (p * accept) @ tropd_rows("trusted")[1]
+    outlier = (p * (1 - accept)) @ tropd_rows("outlier", top_k=3)[1]
+    assert_printed(trusted, [0.224990, -0.169516, -0.055474])
+    assert_printed(outlier, [0.16, -0.12, -0.04], digits=12)
+    torch.testing.assert_close(outlier, 0.4 * (p - Q.exp()))
+    assert_printed(trusted + outlier, [0.384990, -0.289516, -0.095474])
+
+
+@pytest.mark.parametrize(
+    ("top_k", "loss", "slope"),
+    [
+        (2, 0.537528, [0.45, -0.33, -0.12]),
+        (3, 0.376584, [0.4, -0.3, -0.1]),
+        (64, 0.376584, [0.4, -0.3, -0.1]),
+    ],
+)
+def test_tropd_outlier_imitates_the_teachers_most_likely_tokens(top_k, loss, slope):
+    losses, slopes = tropd_rows("outlier", top_k)
+    assert_printed(losses, [loss] * 3)
+    assert_printed(slopes, [slope] * 3, digits=12)
+
+
+def test_tropd_outlier_loss_may_be_negative():
+    found = tropd_token_loss(
+        P[None], logs(0.4, 0.35, 0.25)[None], P[:1], EVERY_TOKEN[:1], *(x[:1] for x in token_class("outlier")), 1
+    )
+    assert float(found) == pytest.approx(0.4 * math.log(0.4 / 0.5)) and float(found) < 0
+
+
+def test_tropd_prefix_is_imitated_with_a_tiny_weight():
+    losses, slopes = tropd_rows("prefix")
+    assert_printed(losses[1], 0.00120397, digits=8)
+    torch.testing.assert_close(slopes, 1e-3 * (P.exp() - torch.eye(3, dtype=torch.float64)))
+
+
+def test_tropd_prefix_is_a_class_of_its_own_whatever_the_acceptance_test_says():
+    prefix = torch.tensor([True, True, True])
+    for trusted in (prefix, ~prefix):
+        found = tropd_token_loss(P.expand(3, 3), Q.expand(3, 3), P, EVERY_TOKEN, trusted, prefix)
+        torch.testing.assert_close(found, -1e-3 * P)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("forbidden", [-math.inf, -40.0, -2e4])
+def test_tropd_does_not_trust_a_token_that_the_teacher_forbids(forbidden, dtype):
+    student, teacher = P.to(dtype)[None], torch.tensor([[forbidden, 0.0, 1.0]], dtype=dtype)
+    token, no = torch.tensor([0]), torch.tensor([False])
+    accept = trust_acceptance(log_softmax(teacher)[:, 0], student[:, 0])
+    assert float(accept) < 1e-16
+
+    def loss(z):
+        return tropd_token_loss(z, teacher, student[:, 0], token, no, no, 3)
+
+    slope = gradient(loss, student)
+    assert torch.isfinite(loss(student)).all() and slope.abs().sum() <= 2
+    torch.testing.assert_close(slope, student.softmax(-1) - teacher.softmax(-1))
+
+
+def test_tropd_has_nothing_to_do_for_a_student_that_equals_its_teacher():
+    assert (trust_acceptance(P, P) == 1).all()
+
+    def loss(z):
+        return tropd_token_loss(z, P.expand(3, 3), P, EVERY_TOKEN, *token_class("trusted"))
+
+    assert (loss(P.expand(3, 3)) == 0).all()
+    assert (gradient(loss, P.expand(3, 3)) == 0).all()
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The printed equations, read literally in 60 digits
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+REGIMES = ["mild", "large", "all but equal", "nearly deterministic", "nearly deterministic, large", "forbidden"]
+
+
+def regime(name, seed, vocabulary=13, rows=()):
+    """Logits of student, teacher and reference in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise():
+        return torch.randn(*rows, vocabulary, generator=generator, dtype=torch.float64)
+
+    student = 4 * noise()
+    if name.startswith("nearly deterministic"):
+        student[..., 1] = student.logsumexp(-1) + 14
+    if name.endswith("large"):
+        return student, 8 * noise() + 30, 8 * noise() - 30
+    gap = {"mild": 0.5, "all but equal": 1e-4}.get(name, 1.0)
+    teacher, other = student + gap * noise() + 3, student + gap * noise()
+    if name == "forbidden":
+        teacher[..., 2] = student[..., 3] = -40.0
+        teacher[..., 4] = -2000.0
+    return student, teacher, other
+
+
+def in_words(logits):
+    """A row of logits as numbers of 60 digits, softmaxed."""
+    return reference.softmax([mpf(v) for v in logits.tolist()])
+
+
+def mp_divergence(a, b):
+    return mp.fsum([x * mp.log(x / y) for x, y in zip(a, b, strict=True) if x > 0])
+
+
+def assert_close(found, expected, tolerance=1e-9):
+    """Relative to the largest element, per row."""
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    scale = expected.abs() if expected.dim() == 0 else expected.abs().amax(-1, keepdim=True)
+    error = (found.double() - expected).abs() / scale.clamp(min=1e-300)
+    assert float(error.max()) <= tolerance, f"relative error {float(error.max()):.2e}"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.8, 1.5])
+@pytest.mark.parametrize("name", REGIMES)
+def test_veto_equals_the_literal_equations(name, beta):
+    for seed in range(3):
+        student, teacher, _ = regime(name, seed)
+        p, q = in_words(student), in_words(teacher)
+        product = [a * b ** mpf(beta) for a, b in zip(q, p, strict=True)]
+        target = [v / mp.fsum(product) for v in product]
+        found = veto_target(student, teacher, beta)
+        assert_close(found.exp(), reference.floats(target))
+        assert_close(found, reference.floats([mp.log(v) for v in target]))
+        assert_close(veto_loss(student, teacher, beta), float(mp_divergence(target, p)))
+        slope = reference.floats([a - b for a, b in zip(p, target, strict=True)])
+        assert_close(gradient(lambda z, t=teacher: veto_loss(z, t, beta), student), slope)
+
+
+@pytest.mark.parametrize(("alpha_max", "beta"), [(0.15, 50.0), (0.9, 3.0), (0.0, 50.0)])
+@pytest.mark.parametrize("name", REGIMES)
+def test_demopsd_equals_the_literal_equations(name, alpha_max, beta):
+    for seed in range(3):
+        student, teacher, other = regime(name, seed)
+        p, q, s = in_words(student), in_words(teacher), in_words(other)
+        middle = [(a + b) / 2 for a, b in zip(s, q, strict=True)]
+        divergence = (mp_divergence(s, middle) + mp_divergence(q, middle)) / 2
+        share = 2 * mpf(alpha_max) * (1 / (1 + mp.exp(-mpf(beta) * divergence)) - mpf(1) / 2)
+        product = [a ** (1 - share) * b**share for a, b in zip(q, s, strict=True)]
+        target = [v / mp.fsum(product) for v in product]
+        found, alpha = demopsd_target(other, teacher, alpha_max, beta)
+        assert_close(jensen_shannon(log_softmax(other), log_softmax(teacher)), float(divergence))
+        assert_close(alpha, float(share))
+        assert_close(found, reference.floats([mp.log(v) for v in target]))
+        assert_close(demopsd_loss(student, other, teacher, alpha_max, beta), float(mp_divergence(p, target)))
+        slope = gradient(lambda z, s=other, t=teacher: demopsd_loss(z, s, t, alpha_max, beta), student)
+        assert_close(slope, reference.floats(reference.gradient(p, [mp.log(v) for v in target])))
+
+
+@pytest.mark.parametrize("alpha", [1e-6, 0.1, 0.2, 0.9, 0.999999, 1.0])
+def test_top_d_reward_equals_the_literal_equation(alpha):
+    ratios = [-1e4, -50.0, -5.0, -1.0 - 1e-12, -1.0, -1e-3, -1e-12, 0.0, 1e-9, 0.5, 1.0, 1.0 + 1e-12, 3.0, 60.0, 1e4]
+    log_ratio = torch.tensor([ratios], dtype=torch.float64)
+    found = proximal_rewards(log_ratio, torch.zeros_like(log_ratio), alpha)[0]
+    for value, ratio in zip(found, ratios, strict=True):
+        assert_close(value, float(mp.log(mpf(alpha) * mp.exp(mpf(ratio)) + (1 - mpf(alpha)))))
+
+
+def test_top_d_returns_and_advantages_equal_the_literal_equations():
+    lengths, prompts = [5, 1, 7, 3, 2, 4], [8, 2, 8, 2, 2, 5]
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    expected = []
+    for row, length in zip(rewards.tolist(), lengths, strict=True):
+        row = row[:length]
+        expected.append([r + (sum(row[k + 1 :]) / (length - k - 1) if k < length - 1 else 0.0) for k, r in enumerate(row)])
+    returns = future_mean_returns(rewards, mask)
+    advantages = pooled_advantages(returns, mask, torch.tensor(prompts))
+    for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        pooled = [value for other, values in zip(prompts, expected, strict=True) if other == prompt for value in values]
+        mean, deviation = statistics.fmean(pooled), statistics.pstdev(pooled)
+        assert_close(returns[row, :length], expected[row])
+        assert_close(advantages[row, :length], [(value - mean) / (deviation + 1e-6) for value in expected[row]])
+
+
+@pytest.mark.parametrize("cap", [None, 1.1, 2.0])
+def test_clipped_surrogate_equals_the_literal_equation(cap):
+    generator = torch.Generator().manual_seed(0)
+    live, old, advantages = 0.3 * torch.randn(3, 200, generator=generator, dtype=torch.float64)
+    losses = clipped_surrogate(live, old, advantages, 0.2, cap)
+    slopes = gradient(lambda z: clipped_surrogate(z, old, advantages, 0.2, cap), live)
+    seen = set()
+    for loss, slope, a, b, advantage in zip(*(x.tolist() for x in (losses, slopes, live, old, advantages)), strict=True):
+        ratio = min(math.exp(a - b), cap or math.inf)
+        clipped = min(max(ratio, 0.8), 1.2)
+        assert loss == pytest.approx(-min(ratio * advantage, clipped * advantage), rel=1e-12)
+        moves = ratio * advantage <= clipped * advantage and ratio != cap
+        assert slope == pytest.approx(-ratio * advantage if moves else 0.0, rel=1e-12)
+        seen.add((moves, advantage > 0, ratio > 1))
+    assert len(seen) >= 6, "both sides of the clip, for both signs"
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 13, 64])
+@pytest.mark.parametrize("name", REGIMES)
+def test_tropd_equals_the_literal_equations(name, top_k):
+    for seed in range(2):
+        student, teacher, other = regime(name, seed)
+        p, q, old = in_words(student), in_words(teacher), in_words(other)
+        best = sorted(range(13), key=lambda v: -q[v])[:top_k]
+        for token in (0, 1, 2):
+            one_hot = [mpf(v == token) for v in range(13)]
+            log_old = reference.floats([mp.log(old[token])])[0]
+            reward = mp.log(q[token]) - mpf(float(log_old))
+            weight = {"trusted": reward, "prefix": mpf(1e-3)}
+            expected = {
+                kind: (-w * mp.log(p[token]), [w * (a - b) for a, b in zip(p, one_hot, strict=True)])
+                for kind, w in weight.items()
+            }
+            mass = mp.fsum([q[v] for v in best])
+            expected["outlier"] = (
+                mp.fsum([q[v] * mp.log(q[v] / p[v]) for v in best]),
+                [mass * p[v] - (q[v] if v in best else 0) for v in range(13)],
+            )
+            for kind, (value, slope) in expected.items():
+                where = [x[0] for x in token_class(kind)]
+
+                def loss(z, t=teacher, log_old=log_old, token=token, where=where):
+                    return tropd_token_loss(z, t, log_old, torch.tensor(token), *where, top_k)
+
+                # Values of close distributions cancel to first order: what float64 can promise is relative to the log-ratios.
+                size = 1.0 if name == "all but equal" and kind != "prefix" else float(abs(value))
+                assert abs(float(loss(student)) - float(value)) <= 1e-9 * size
+                assert_close(gradient(loss, student), reference.floats(slope), 1e-9 if name != "all but equal" else 1e-8)
+            accepted = min(mpf(1), q[token] / mp.exp(mpf(float(log_old))))
+            assert float(trust_acceptance(log_softmax(teacher)[token], log_old)) == pytest.approx(float(accepted), rel=1e-9)
