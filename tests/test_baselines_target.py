@@ -7,6 +7,8 @@ import statistics
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mpmath import mp, mpf
 
 import reference
@@ -629,3 +631,243 @@ def test_tropd_equals_the_literal_equations(name, top_k):
                 assert_close(gradient(loss, student), reference.floats(slope), 1e-9 if name != "all but equal" else 1e-8)
             accepted = min(mpf(1), q[token] / mp.exp(mpf(float(log_old))))
             assert float(trust_acceptance(log_softmax(teacher)[token], log_old)) == pytest.approx(float(accepted), rel=1e-9)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Float32 against float64, on logits as language models have them
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+SINGLE = 1e-5
+
+
+def in_both_precisions(name, vocabulary):
+    """Student, teacher and reference `[4, V]` in float32, and the same numbers in float64."""
+    single = [x.float() for x in regime(name, 0, vocabulary, rows=(4,))]
+    return single, [x.double() for x in single]
+
+
+@pytest.mark.parametrize("vocabulary", [13, 1000])
+@pytest.mark.parametrize("name", [name for name in REGIMES if name != "all but equal"])
+def test_targets_in_float32(name, vocabulary):
+    found = {}
+    for student, teacher, other in in_both_precisions(name, vocabulary):
+        target, alpha = demopsd_target(other, teacher, 0.15, 50.0)
+        found[student.dtype] = {
+            "veto target": veto_target(student, teacher, 0.8).exp(),
+            "veto loss": veto_loss(student, teacher, 0.8)[:, None],
+            "veto gradient": gradient(lambda z, t=teacher: veto_loss(z, t, 0.8), student),
+            "divergence": jensen_shannon(log_softmax(other), log_softmax(teacher))[:, None],
+            "alpha": alpha[:, None],
+            "demopsd target": target.exp(),
+            "demopsd loss": reverse_kl(student, target)[:, None],
+            "demopsd gradient": gradient(lambda z, t=target: reverse_kl(z, t), student),
+        }
+    for key, value in found[torch.float32].items():
+        assert value.dtype == torch.float32, key
+        assert_close(value, found[torch.float64][key], SINGLE)
+
+
+@pytest.mark.parametrize("vocabulary", [13, 1000])
+@pytest.mark.parametrize("kind", ["trusted", "prefix", "outlier"])
+@pytest.mark.parametrize("name", [name for name in REGIMES if name != "all but equal"])
+def test_tropd_in_float32(name, kind, vocabulary):
+    tokens, size = torch.arange(4), max(1.0, float(regime(name, 0, vocabulary, rows=(4,))[1].abs().max()))
+    where = [x[:1].expand(4) for x in token_class(kind)]
+    found = {}
+    for student, teacher, other in in_both_precisions(name, vocabulary):
+        old = log_softmax(other).gather(-1, tokens[:, None])[:, 0]
+
+        def loss(z, teacher=teacher, old=old):
+            return tropd_token_loss(z, teacher, old, tokens, *where, 8)
+
+        # Rewards are differences of log-probabilities: divide by the reward, whose own rounding is checked on its own.
+        reward = log_softmax(teacher).gather(-1, tokens[:, None])[:, 0] - old if kind == "trusted" else torch.ones(4)
+        found[student.dtype] = loss(student) / reward, gradient(loss, student) / reward[:, None], reward
+    (loss, slope, reward), (exact_loss, exact_slope, exact_reward) = found[torch.float32], found[torch.float64]
+    assert slope.dtype == torch.float32
+    assert_close(slope, exact_slope, SINGLE)
+    scale = exact_loss.abs()
+    if kind == "outlier":  # its terms have both signs: relative to the terms, not to what is left of them
+        _, (student, teacher, _) = in_both_precisions(name, vocabulary)
+        top, ids = log_softmax(teacher).topk(8)
+        scale = (top.exp() * (top - log_softmax(student).gather(-1, ids))).abs().sum(-1)
+    assert ((loss - exact_loss).abs() <= SINGLE * scale).all()
+    assert float((reward - exact_reward).abs().max()) <= 5e-7 * size
+
+
+@pytest.mark.parametrize("name", [name for name in REGIMES if name != "all but equal"])
+def test_top_d_in_float32(name):
+    mask, prompts = torch.arange(6) < torch.tensor([6, 3, 1, 5])[:, None], torch.tensor([0, 0, 1, 1])
+    tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for student, teacher, other in in_both_precisions(name, 13):
+        live, old, q = (log_softmax(x).gather(-1, tokens) for x in (student, other, teacher))
+        returns = future_mean_returns(proximal_rewards(q, old, 0.2), mask)
+        found[student.dtype] = returns, pooled_advantages(returns, mask, prompts), clipped_surrogate(live, old, returns, 0.2)
+    for value, exact in zip(found[torch.float32], found[torch.float64], strict=True):
+        assert value.dtype == torch.float32
+        assert_close(value, exact, SINGLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_token_forbidden_by_minus_infinity_leaves_everything_finite(dtype):
+    student, teacher, other = (x.to(dtype) for x in regime("mild", 0, rows=(4,)))
+    teacher[:, 2] = -math.inf
+    other[2:, 2] = -math.inf
+    tokens = torch.full((4,), 2)
+    old = log_softmax(student)[:, 2]
+    target, alpha = demopsd_target(other, teacher, 0.15, 50.0)
+    assert (target[:, 2].exp() == 0).all() and (veto_target(student, teacher, 0.8)[:, 2].exp() == 0).all()
+    assert (alpha > 0).all() and (alpha < 0.15 + 1e-6).all()
+    losses = [lambda z: veto_loss(z, teacher, 0.8), lambda z: reverse_kl(z, target)]
+    for kind in ("outlier", "prefix"):
+        where = [x[:1].expand(4) for x in token_class(kind)]
+        losses.append(lambda z, where=where: tropd_token_loss(z, teacher, old, tokens, *where, 13))
+    for loss in losses:
+        assert torch.isfinite(loss(student)).all() and torch.isfinite(gradient(loss, student)).all()
+    assert (trust_acceptance(log_softmax(teacher)[:, 2], old) == 0).all()
+    floor = torch.full((4,), math.log(0.8), dtype=dtype)
+    torch.testing.assert_close(proximal_rewards(log_softmax(teacher)[:, 2], old, 0.2), floor)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Properties
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+seeds = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
+quickly = settings(max_examples=40, deadline=None)
+
+
+def rows_of_logits(generator, spread, gap):
+    student = spread * torch.randn(5, 11, generator=generator, dtype=torch.float64)
+    return student, *(student + gap * torch.randn(5, 11, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def every_loss(student, teacher, other, old, tokens, beta=0.8):
+    """The token losses of the three methods that see whole distributions, and their logit gradients."""
+    losses = {
+        "veto": lambda z: veto_loss(z, teacher, beta),
+        "demopsd": lambda z: demopsd_loss(z, other, teacher),
+        **{
+            kind: lambda z, kind=kind: tropd_token_loss(
+                z, teacher, old, tokens, *(x[:1].expand(len(z)) for x in token_class(kind)), 4
+            )
+            for kind in ("trusted", "outlier", "prefix")
+        },
+    }
+    return {name: (loss(student), gradient(loss, student)) for name, loss in losses.items()}
+
+
+@quickly
+@given(generator=seeds, spread=st.floats(0.1, 20), gap=st.floats(0.01, 20), beta=st.floats(0, 2), shift=st.floats(-100, 100))
+def test_gradients_sum_to_zero_and_constants_in_the_logits_change_nothing(generator, spread, gap, beta, shift):
+    student, teacher, other = rows_of_logits(generator, spread, gap)
+    tokens = torch.randint(11, (5,), generator=generator)
+    old = log_softmax(other).gather(-1, tokens[:, None])[:, 0]
+    shifts = shift * torch.randn(3, 5, 1, generator=generator, dtype=torch.float64)
+    plain = every_loss(student, teacher, other, old, tokens, beta)
+    moved = every_loss(student + shifts[0], teacher + shifts[1], other + shifts[2], old, tokens, beta)
+    for name, (loss, slope) in plain.items():
+        size = slope.abs().sum(-1)
+        assert (slope.sum(-1).abs() <= 1e-12 * size + 1e-15).all(), name
+        if name in ("veto", "outlier"):
+            assert (size <= 2 * (1 + 1e-12)).all(), name
+        torch.testing.assert_close(moved[name][0], loss, rtol=1e-9, atol=1e-10, msg=name)
+        torch.testing.assert_close(moved[name][1], slope, rtol=1e-9, atol=1e-10, msg=name)
+
+
+@quickly
+@given(generator=seeds, spread=st.floats(0.1, 20), gap=st.floats(1e-3, 40))
+def test_jensen_shannon_is_symmetric_and_at_most_log_2(generator, spread, gap):
+    student, teacher, other = rows_of_logits(generator, spread, gap)
+    a, b = log_softmax(teacher), log_softmax(other)
+    found = jensen_shannon(a, b)
+    assert torch.equal(found, jensen_shannon(b, a))
+    assert ((found > 0) & (found <= math.log(2) * (1 + 1e-15))).all()
+    middle = torch.logaddexp(a, b) - math.log(2)
+    literal = 0.5 * (a.exp() * (a - middle)).sum(-1) + 0.5 * (b.exp() * (b - middle)).sum(-1)
+    torch.testing.assert_close(found, literal, rtol=1e-9, atol=1e-13)
+
+
+@quickly
+@given(
+    generator=seeds,
+    spread=st.floats(0.1, 10),
+    gap=st.floats(0.01, 20),
+    alpha_max=st.floats(0.01, 1),
+    beta=st.floats(0.1, 100),
+    own=st.booleans(),
+)
+def test_demopsd_gradient_is_the_mean_of_both_pulls(generator, spread, gap, alpha_max, beta, own):
+    """`(1 - alpha) g(p, q) + alpha g(p, s)`, the second of which is 0 when the reference is the student."""
+    student, teacher, other = rows_of_logits(generator, spread, gap)
+    other = student if own else other
+    _, alpha = demopsd_target(other, teacher, alpha_max, beta)
+    assert ((alpha >= 0) & (alpha <= alpha_max)).all()
+    alpha = alpha[:, None]
+    slope = gradient(lambda z: demopsd_loss(z, other, teacher, alpha_max, beta), student)
+    expected = (1 - alpha) * induced_gradient(student, teacher) + (0 if own else alpha * induced_gradient(student, other))
+    assert ((slope - expected).abs() <= 1e-9 * expected.abs().amax(-1, keepdim=True) + 1e-14).all()
+
+
+@quickly
+@given(generator=seeds, size=st.floats(1e-6, 100), alpha=st.floats(0.001, 0.999))
+def test_top_d_rewards_are_bounded_below_and_advantages_sum_to_zero(generator, size, alpha):
+    old, teacher = size * torch.randn(2, 6, 8, generator=generator, dtype=torch.float64)
+    rewards = proximal_rewards(teacher, old, alpha)
+    assert (rewards >= math.log1p(-alpha) * (1 + 1e-12)).all()
+    assert ((rewards > 0) == (teacher > old)).all()
+    mask = torch.arange(8) < torch.randint(1, 9, (6, 1), generator=generator)
+    prompts = torch.randint(3, (6,), generator=generator)
+    advantages = pooled_advantages(future_mean_returns(rewards, mask), mask, prompts)
+    assert (advantages[~mask] == 0).all()
+    for prompt in prompts.unique():
+        group = advantages[prompts == prompt][mask[prompts == prompt]]
+        assert abs(float(group.sum())) <= 1e-9 * len(group)
+        assert float(group.std(correction=0)) <= 1 + 1e-12
+
+
+@quickly
+@given(generator=seeds, junk=st.sampled_from([1e30, -math.inf, math.nan]), width=st.integers(7, 12))
+def test_padding_never_matters_to_top_d(generator, junk, width):
+    lengths, prompts = torch.randint(1, 7, (5,), generator=generator), torch.tensor([0, 0, 1, 1, 1])
+    rewards = torch.randn(5, 6, generator=generator, dtype=torch.float64)
+    mask = torch.arange(6) < lengths[:, None]
+    wide, wide_mask = torch.full((5, width), junk, dtype=torch.float64), torch.arange(width) < lengths[:, None]
+    wide[wide_mask] = rewards[mask]
+    plain, padded = future_mean_returns(rewards, mask), future_mean_returns(wide, wide_mask)
+    torch.testing.assert_close(padded[wide_mask], plain[mask])
+    assert (padded[~wide_mask] == 0).all()
+    padded[~wide_mask] = junk
+    found = pooled_advantages(padded, wide_mask, prompts)
+    torch.testing.assert_close(found[wide_mask], pooled_advantages(plain, mask, prompts)[mask])
+    assert (found[~wide_mask] == 0).all()
+
+
+def test_nothing_flows_into_teacher_reference_or_frozen_log_probabilities():
+    student, teacher, other = (x.requires_grad_() for x in regime("mild", 0, rows=(4,)))
+    old, tokens = torch.randn(4, dtype=torch.float64, requires_grad=True), torch.arange(4)
+    advantages = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    losses = [veto_loss(student, teacher, 0.8), demopsd_loss(student, other, teacher), demopsd_loss(student, student, teacher)]
+    for kind in ("trusted", "outlier", "prefix"):
+        losses.append(tropd_token_loss(student, teacher, old, tokens, *(x[:1].expand(4) for x in token_class(kind)), 4))
+    losses.append(clipped_surrogate(student.log_softmax(-1)[:, 0], old, advantages, 0.2))
+    for loss in losses:
+        loss.sum().backward()
+        assert student.grad.abs().sum() > 0
+        assert teacher.grad is None and other.grad is None and old.grad is None and advantages.grad is None
+        student.grad = None
+    for detached in (
+        veto_target(student, teacher, 0.8),
+        *demopsd_target(other, teacher, 0.15, 50.0),
+        jensen_shannon(student, teacher),
+        trust_acceptance(old, old * 2),
+        proximal_rewards(old[None], 2 * old[None], 0.2),
+    ):
+        assert not detached.requires_grad
+
+
+def test_log_softmax_has_the_gradient_of_log_softmax():
+    logits = regime("mild", 0, rows=(3,))[0].requires_grad_()
+    assert torch.autograd.gradcheck(log_softmax, (logits,))
+    assert_close(log_softmax(logits.detach()), logits.detach().log_softmax(-1), 1e-14)
