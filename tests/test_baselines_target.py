@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,7 +29,26 @@ from firedistill.functional import (
     trust_acceptance,
     veto_target,
 )
+from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.objectives.distributions import log_softmax
+from firedistill.ops import Head, fused_head
+from firedistill.prompts import PromptEncoder, TokenBudget
+from firedistill.rollouts.engine import Prompt, Response, Rollout, Sampling
+from firedistill.rollouts.sampler import Sampler
+from firedistill.scoring.scorer import ResponseStates
+from firedistill.tasks import Example, Verdict
+from test_objectives import V, World
+from tiny import ToyTask, byte_tokenizer
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Tensors of a few elements: a second thread costs a hundred times what it saves where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
 
 # ----------------------------------------------------------------------------------------------------------------------------------
 # Values computed by hand, on a vocabulary of three tokens
@@ -309,7 +330,7 @@ def test_top_d_gradient_of_one_token_rollouts_by_hand():
 
 
 def test_top_d_with_a_teacher_equal_to_the_old_student_has_no_advantage():
-    same, mask = torch.randn(4, 6, dtype=torch.float64), torch.ones(4, 6)
+    same, mask = -torch.arange(24.0, dtype=torch.float64).sqrt().reshape(4, 6), torch.ones(4, 6)
     returns = future_mean_returns(proximal_rewards(same, same, 0.2), mask)
     advantages = pooled_advantages(returns, mask, torch.tensor([0, 0, 1, 1]))
     assert (returns == 0).all() and (advantages == 0).all()
@@ -846,8 +867,8 @@ def test_padding_never_matters_to_top_d(generator, junk, width):
 
 def test_nothing_flows_into_teacher_reference_or_frozen_log_probabilities():
     student, teacher, other = (x.requires_grad_() for x in regime("mild", 0, rows=(4,)))
-    old, tokens = torch.randn(4, dtype=torch.float64, requires_grad=True), torch.arange(4)
-    advantages = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    old, tokens = student.detach().log_softmax(-1)[:, 0].requires_grad_(), torch.arange(4)
+    advantages = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
     losses = [veto_loss(student, teacher, 0.8), demopsd_loss(student, other, teacher), demopsd_loss(student, student, teacher)]
     for kind in ("trusted", "outlier", "prefix"):
         losses.append(tropd_token_loss(student, teacher, old, tokens, *(x[:1].expand(4) for x in token_class(kind)), 4))
@@ -871,3 +892,605 @@ def test_log_softmax_has_the_gradient_of_log_softmax():
     logits = regime("mild", 0, rows=(3,))[0].requires_grad_()
     assert torch.autograd.gradcheck(log_softmax, (logits,))
     assert_close(log_softmax(logits.detach()), logits.detach().log_softmax(-1), 1e-14)
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# The methods on batches
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+class Step(World):
+    """Responses to several prompts, one of which was left out altogether; a teacher also without feedback; a student that moves."""
+
+    def __init__(self, lengths=(5, 1, 7, 3, 2), prompts=(4, 4, 0, 0, 0), prefixes=(0, 0, 4, 0, 0), seed=0, gap=1.0, **options):
+        super().__init__(lengths, [row % 2 == 0 for row in range(len(lengths))], seed, gap=gap, fields=0, **options)
+        self.generator = torch.Generator().manual_seed(seed + 1)
+        self.sampled_from = self.student
+        self.prompts = len(set(prompts)) + 1
+        for rollout, prompt, prefix, views in zip(self.rollouts, prompts, prefixes, self.views, strict=True):
+            rollout.prompt_index, rollout.prefix_length = prompt, prefix
+            views["none"] = views["full"] + gap * self.noise(views["full"])
+
+    def noise(self, like):
+        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
+
+    def move(self, size=0.3):
+        """What updates do to the student."""
+        self.student = [states + size * self.noise(states) for states in self.student]
+
+    def step_batch(self, seed=0, rollouts=None):
+        def states(rollouts, of):
+            rows = [self.rollouts.index(rollout) for rollout in rollouts]
+            hidden = torch.cat([of(row) for row in rows]).to(self.dtype)
+            return ResponseStates(hidden, [self.lengths[row] for row in rows])
+
+        return StepBatch(
+            rollouts=self.rollouts if rollouts is None else rollouts,
+            prompts=self.prompts,
+            progress=0.0,
+            seed=seed,
+            student=lambda rollouts: states(rollouts, lambda row: self.student[row]),
+            teacher=lambda rollouts, views: [states(rollouts, lambda row, v=v: self.views[row][v]) for v in views],
+            head=self.head,
+            teacher_head=self.head,
+        )
+
+    def batch(self, order=None, progress=0.25):
+        batch = super().batch(order)
+        batch.responses, batch.prompts, batch.progress = self.prompts * 3, self.prompts, progress
+        return batch
+
+    def logits(self, row):
+        """What a literal reading needs of a response: logits of the student that sampled it, of teacher and reference; tokens."""
+        weight = self.projection.weight.double()
+        views = self.views[row]
+        tokens = torch.tensor(self.rollouts[row].response_ids, dtype=torch.long)
+        return self.sampled_from[row] @ weight.T, views["full"] @ weight.T, views["none"] @ weight.T, tokens
+
+    def dense(self, token_losses, per_prompt):
+        """The loss and its gradient from `token_losses(row, student_logits)`, with all logits at once and plain autograd."""
+        hidden = torch.cat(self.student).requires_grad_()
+        total = hidden.sum() * 0
+        for row, states in enumerate(hidden.split(self.lengths)):
+            if not len(states):
+                continue
+            mine = self.rollouts[row].prompt_index
+            group = [n for n, rollout in zip(self.lengths, self.rollouts, strict=True) if rollout.prompt_index == mine]
+            divisor = sum(group) * self.prompts if per_prompt else len(states) * self.prompts * 3
+            total = total + token_losses(row, states @ self.projection.weight.double().T).sum() / divisor
+        total.backward()
+        return total.detach(), hidden.grad
+
+
+def literal_veto(step, beta):
+    def losses(row, z):
+        _, teacher, _, _ = step.logits(row)
+        product = teacher.softmax(-1) * z.detach().softmax(-1) ** beta
+        target = product / product.sum(-1, keepdim=True)
+        return (target * (target.log() - z.log_softmax(-1))).sum(-1)
+
+    return step.dense(losses, per_prompt=False)
+
+
+def literal_demopsd(step, alpha_max=0.15, beta=50.0, reference="ema"):
+    def losses(row, z):
+        _, teacher, other, _ = step.logits(row)
+        q, s = teacher.softmax(-1), (other if reference == "ema" else z.detach()).softmax(-1)
+        middle = (q + s) / 2
+        divergence = 0.5 * (s * (s / middle).log()).sum(-1) + 0.5 * (q * (q / middle).log()).sum(-1)
+        alpha = 2 * alpha_max * (torch.sigmoid(beta * divergence) - 0.5)[:, None]
+        product = q ** (1 - alpha) * s**alpha
+        target = product / product.sum(-1, keepdim=True)
+        return (z.softmax(-1) * (z.log_softmax(-1) - target.log())).sum(-1)
+
+    return step.dense(losses, per_prompt=False)
+
+
+def literal_top_d(step, alpha=0.2, clip=0.2):
+    old_log_probs, returns = {}, {}
+    for row in range(len(step.lengths)):
+        old, teacher, _, tokens = step.logits(row)
+        log_p, log_q = (x.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist() for x in (old, teacher))
+        rewards = [math.log(alpha * math.exp(b - a) + 1 - alpha) for a, b in zip(log_p, log_q, strict=True)]
+        old_log_probs[row] = torch.tensor(log_p, dtype=torch.float64)
+        returns[row] = [r + (statistics.fmean(rewards[k + 1 :]) if rewards[k + 1 :] else 0.0) for k, r in enumerate(rewards)]
+
+    def losses(row, z):
+        mine = step.rollouts[row].prompt_index
+        pooled = [value for r, values in returns.items() if step.rollouts[r].prompt_index == mine for value in values]
+        mean, deviation = statistics.fmean(pooled), statistics.pstdev(pooled)
+        advantages = torch.tensor([(value - mean) / (deviation + 1e-6) for value in returns[row]], dtype=torch.float64)
+        tokens = torch.tensor(step.rollouts[row].response_ids)
+        ratio = z.softmax(-1).gather(-1, tokens[:, None])[:, 0] / old_log_probs[row].exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+
+    return step.dense(losses, per_prompt=True)
+
+
+def literal_tropd(step, beta=1e-3, top_k=64):
+    def losses(row, z):
+        _, teacher, _, tokens = step.logits(row)
+        rollout, q, log_p = step.rollouts[row], teacher.softmax(-1), z.log_softmax(-1)
+        found = []
+        for t, y in enumerate(tokens.tolist()):
+            ratio = float(q[t, y] / z[t].detach().softmax(-1)[y])
+            if t < rollout.prefix_length:
+                found.append(-beta * log_p[t, y])
+            elif float(rollout.coefficients["uniform"][t]) < min(1.0, ratio):
+                found.append(-math.log(ratio) * log_p[t, y])
+            else:
+                best = sorted(range(V), key=lambda v, t=t: -float(q[t, v]))[:top_k]
+                found.append(sum(q[t, v] * (q[t, v].log() - log_p[t, v]) for v in best))
+        return torch.stack(found)
+
+    return step.dense(losses, per_prompt=True)
+
+
+METHODS = {
+    "veto": ("veto", {}, lambda step: literal_veto(step, 0.8 * 0.75)),
+    "veto, other schedule": ("veto", {"beta_start": 0.2, "beta_end": 1.0}, lambda step: literal_veto(step, 0.4)),
+    "demopsd": ("demopsd", {}, literal_demopsd),
+    "demopsd, other settings": ("demopsd", {"alpha_max": 0.7, "beta": 2.0}, lambda step: literal_demopsd(step, 0.7, 2.0)),
+    "demopsd, student": ("demopsd", {"reference": "student"}, lambda step: literal_demopsd(step, reference="student")),
+    "top_d": ("top_d", {}, literal_top_d),
+    "top_d, other settings": ("top_d", {"alpha": 0.7, "clip": 0.05}, lambda step: literal_top_d(step, 0.7, 0.05)),
+    "tropd": ("tropd", {}, literal_tropd),
+    "tropd, other settings": ("tropd", {"top_k": 3, "beta": 0.5}, lambda step: literal_tropd(step, 0.5, 3)),
+}
+
+
+def prepared(case, step, seed=0):
+    """The method, after it has seen the step; the student has moved on since."""
+    name, method_settings, _ = METHODS[case]
+    objective = load_objective(name, method_settings)
+    objective.prepare(step.step_batch(seed))
+    step.move()
+    return objective
+
+
+def loss_and_gradient(objective, batch):
+    loss = objective.loss(batch)
+    loss.backward()
+    return loss.detach(), batch.student.hidden.grad
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize("case", METHODS)
+def test_loss_and_gradient_equal_the_dense_form(case, chunk, monkeypatch):
+    monkeypatch.setattr(fused_head, "CHUNK_ELEMENTS", chunk * V)
+    step = Step()
+    loss, slope = loss_and_gradient(prepared(case, step), step.batch())
+    expected_loss, expected_slope = METHODS[case][2](step)
+    assert float(expected_slope.norm()) > 1e-4
+    torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("lengths", [(1,), (3, 0, 2), (0, 4)])
+def test_one_token_and_empty_responses(case, lengths):
+    step = Step(lengths, prompts=(0, 0, 1)[: len(lengths)], prefixes=(0, 0, 1)[: len(lengths)])
+    loss, slope = loss_and_gradient(prepared(case, step), step.batch())
+    expected_loss, expected_slope = METHODS[case][2](step)
+    torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_a_step_without_rollouts_prepares_nothing(case):
+    name, method_settings, _ = METHODS[case]
+    load_objective(name, method_settings).prepare(Step().step_batch(rollouts=[]))
+
+
+@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("split", [[[4, 2], [0], [3, 1]], [[4, 3, 2, 1, 0]], [[0], [1], [2], [3], [4]]], ids=str)
+def test_order_and_split_change_nothing(case, split):
+    step = Step()
+    objective = prepared(case, step)
+    loss, slope = loss_and_gradient(objective, step.batch())
+    parts, slopes = [], {}
+    for order in split:
+        batch = step.batch(order)
+        part, part_slope = loss_and_gradient(objective, batch)
+        parts.append(part)
+        slopes |= dict(zip(order, part_slope.split(batch.student.lengths), strict=True))
+    torch.testing.assert_close(sum(parts), loss)
+    torch.testing.assert_close(torch.cat([slopes[row] for row in range(5)]), slope)
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_float32_states_give_the_float64_loss(case):
+    single, double = Step(dtype=torch.float32), Step()
+    loss, slope = loss_and_gradient(prepared(case, single), single.batch())
+    exact_loss, exact_slope = loss_and_gradient(prepared(case, double), double.batch())
+    assert loss.dtype == slope.dtype == torch.float32
+    scale = float(exact_slope.abs().max())
+    assert float((slope - exact_slope).abs().max()) <= 1e-5 * scale
+    assert abs(float(loss - exact_loss)) <= 1e-5 * max(abs(float(exact_loss)), scale)
+
+
+@pytest.mark.parametrize(
+    ("case", "views"),
+    [
+        ("veto", {"full"}),
+        ("demopsd", {"full", "none"}),
+        ("demopsd, student", {"full"}),
+        ("top_d", set()),
+        ("tropd", {"full"}),
+    ],
+)
+def test_no_view_is_scored_that_cannot_matter(case, views):
+    """Once per response and view, correct or not; TOP-D has frozen what it needs."""
+    step = Step()
+    objective = prepared(case, step)
+    objective.loss(step.batch())
+    assert sorted(step.asked) == sorted((row, view) for row in range(5) for view in views)
+    assert all(objective.trains(rollout) and objective.needs_teacher(rollout) for rollout in step.rollouts)
+
+
+# Limits
+
+
+def test_demopsd_without_leak_is_full_context():
+    step = Step()
+    found = loss_and_gradient(load_objective("demopsd", {"alpha_max": 0.0}), step.batch())
+    for a, b in zip(found, loss_and_gradient(load_objective("full_context"), step.batch()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("method_settings", "progress"), [({"beta_start": 0.0}, 0.0), ({}, 1.0)])
+def test_veto_at_its_end_is_forward_kl_to_the_teacher(method_settings, progress):
+    step = Step()
+
+    def losses(row, z):
+        teacher = step.logits(row)[1]
+        return torch.nn.functional.kl_div(z.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+
+    found = loss_and_gradient(load_objective("veto", method_settings), step.batch(progress=progress))
+    for a, b in zip(found, step.dense(losses, per_prompt=False), strict=True):
+        torch.testing.assert_close(a, b.reshape(a.shape), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("case", "still"),
+    [("veto", False), ("demopsd", True), ("demopsd, student", True), ("top_d", True), ("tropd", True)],
+)
+def test_a_teacher_that_equals_the_student_moves_only_veto(case, still, dtype):
+    step = Step(gap=0.0, prefixes=(0, 0, 0, 0, 0), dtype=dtype)
+    name, method_settings, _ = METHODS[case]
+    objective = load_objective(name, method_settings)
+    objective.prepare(step.step_batch())
+    loss, slope = loss_and_gradient(objective, step.batch(progress=0.0))
+    if still:
+        tiny = 1e-14 if dtype is torch.float64 else 1e-6  # of the rounded target, where there is one
+        assert abs(float(loss)) <= tiny and float(slope.abs().max()) <= (tiny if name == "demopsd" else 0.0)
+        assert name == "demopsd" or float(loss) == 0.0
+    else:
+        assert float(loss) > 0.01 and float(slope.norm()) > 0.01
+        loss, slope = loss_and_gradient(objective, step.batch(progress=1.0))
+        assert abs(float(loss)) <= 1e-6 and float(slope.abs().max()) <= 1e-6
+
+
+# Veto's schedule
+
+
+@pytest.mark.parametrize("steps", [2, 7, 200])
+def test_vetos_exponent_falls_in_a_line_from_start_to_end(steps):
+    objective = load_objective("veto")
+    betas = [objective.beta(k / (steps - 1)) for k in range(steps)]
+    assert betas[0] == 0.8 and betas[-1] == 0.0
+    assert betas == pytest.approx([0.8 * (1 - k / (steps - 1)) for k in range(steps)])
+    assert all(a > b for a, b in zip(betas, betas[1:], strict=False))
+
+
+def test_veto_reads_its_schedule_off_the_batch():
+    step = Step()
+    for progress in (0.0, 0.5, 1.0):
+        batch = step.batch(progress=progress)
+        loss, slope = loss_and_gradient(load_objective("veto"), batch)
+        expected_loss, expected_slope = literal_veto(step, 0.8 * (1 - progress))
+        torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
+        assert batch.averages.means()["veto_beta"] == pytest.approx(0.8 * (1 - progress))
+
+
+# TOP-D's updates
+
+
+def test_top_d_makes_an_update_per_prompt_in_a_seeded_order():
+    objective = load_objective("top_d")
+    plan = objective.updates(range(8), random.Random("1 0"))
+    assert [len(update) for update in plan] == [1] * 8
+    assert sorted(prompt for (prompt,) in plan) == list(range(8))
+    assert plan == objective.updates(range(8), random.Random("1 0"))
+    orders = {tuple(prompt for (prompt,) in objective.updates(range(8), random.Random(seed))) for seed in range(5)}
+    assert len(orders) == 5 and tuple(range(8)) not in orders
+
+
+def test_top_d_passes_over_the_step_several_times():
+    objective = load_objective("top_d", {"epochs": 2, "minibatch_prompts": 3})
+    plan = objective.updates(range(8), random.Random(0))
+    assert [len(update) for update in plan] == [3, 3, 2, 3, 3, 2]
+    first, second = ([prompt for update in half for prompt in update] for half in (plan[:3], plan[3:]))
+    assert sorted(first) == sorted(second) == list(range(8))
+    assert first != second
+
+
+def test_top_d_keeps_the_old_log_probabilities_between_updates():
+    step = Step()
+    objective = load_objective("top_d")
+    objective.prepare(step.step_batch())
+    frozen = [{k: torch.as_tensor(v).clone() for k, v in r.coefficients.items()} for r in step.rollouts]
+    for row, rollout in enumerate(step.rollouts):
+        old, _, _, tokens = step.logits(row)
+        torch.testing.assert_close(rollout.coefficients["old_log_probs"], old.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
+    first = step.batch()
+    loss, slope = loss_and_gradient(objective, first)
+    assert abs(float(loss)) < 1e-9 and float(slope.norm()) > 1e-3, "the surrogate is 0 at first, its gradient is not"
+    assert first.averages.means()["top_d_ratio_max"] == pytest.approx(1.0)
+    for _ in range(2):
+        step.move()
+        moved = step.batch()
+        loss_and_gradient(objective, moved)
+        assert moved.averages.means()["top_d_ratio_max"] > 1.2 and moved.averages.means()["top_d_clip_fraction"] > 0
+    for before, rollout in zip(frozen, step.rollouts, strict=True):
+        assert before.keys() == rollout.coefficients.keys()
+        for name, value in before.items():
+            assert torch.equal(value, torch.as_tensor(rollout.coefficients[name]))
+
+
+def test_top_d_groups_do_not_mix_when_a_rollout_is_dropped():
+    whole, partial = Step(), Step()
+    objective = load_objective("top_d")
+    objective.prepare(whole.step_batch())
+    objective.prepare(partial.step_batch(rollouts=[partial.rollouts[row] for row in (4, 0, 1, 3)]))
+    for row in (0, 1):  # the other prompt
+        torch.testing.assert_close(
+            partial.rollouts[row].coefficients["advantages"], whole.rollouts[row].coefficients["advantages"]
+        )
+        assert partial.rollouts[row].coefficients["group_tokens"] == whole.rollouts[row].coefficients["group_tokens"] == 6
+    assert [whole.rollouts[row].coefficients["group_tokens"] for row in (2, 3, 4)] == [12] * 3
+    assert [partial.rollouts[row].coefficients["group_tokens"] for row in (3, 4)] == [5] * 2
+    assert "advantages" not in partial.rollouts[2].coefficients
+    for group in ((0, 1), (2, 3, 4)):
+        advantages = torch.cat([whole.rollouts[row].coefficients["advantages"] for row in group])
+        assert abs(float(advantages.sum())) < 1e-9 and float(advantages.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
+
+
+# TrOPD's mask
+
+
+def test_tropds_seed_changes_the_acceptance_draws_and_nothing_else():
+    first, again, other = Step(), Step(), Step()
+    for step, seed in ((first, 7), (again, 7), (other, 8)):
+        load_objective("tropd").prepare(step.step_batch(seed))
+    draws = [torch.cat([r.coefficients["uniform"] for r in step.rollouts]) for step in (first, again, other)]
+    assert torch.equal(draws[0], draws[1])
+    assert (draws[0] != draws[2]).all() and len(draws[0].unique()) == len(draws[0])
+    assert ((draws[0] >= 0) & (draws[0] < 1)).all()
+    for a, b in zip(first.rollouts, other.rollouts, strict=True):
+        assert a.coefficients.keys() == b.coefficients.keys() == {"uniform", "prefix", "group_tokens"}
+        assert torch.equal(a.coefficients["prefix"], b.coefficients["prefix"])
+        assert a.coefficients["group_tokens"] == b.coefficients["group_tokens"]
+    assert first.rollouts[2].coefficients["prefix"].tolist() == [1, 1, 1, 1, 0, 0, 0]
+
+
+def test_tropd_draws_other_numbers_than_the_responses_were_sampled_with():
+    """The engine seeds its generator with the step's seed, too: a token's acceptance must not hang on how it was drawn."""
+    step = Step()
+    for seed in (0, 7, 1_009):
+        load_objective("tropd").prepare(step.step_batch(seed))
+        found = torch.cat([rollout.coefficients["uniform"] for rollout in step.rollouts])
+        sampled_with = torch.rand(200, generator=torch.Generator().manual_seed(seed))
+        assert not torch.isin(found, sampled_with).any()
+
+
+def toy_batch(tokens, uniform, prefix=0):
+    """One rollout over the three tokens of the toy: the hidden states are its logits."""
+    projection = torch.nn.Linear(3, 3, bias=False).double().requires_grad_(False)
+    projection.weight.copy_(torch.eye(3))
+    rollout = Rollout(Example("toy/0", "?", "1"), [1], Response(list(tokens), "", True), Verdict(False, None, "1"))
+    rollout.prefix_length = prefix
+    rows = len(tokens)
+    rollout.coefficients = {
+        "uniform": torch.as_tensor(uniform),
+        "prefix": (torch.arange(rows) < prefix).double(),
+        "group_tokens": rows,
+    }
+    return TrainingBatch(
+        rollouts=[rollout],
+        student=ResponseStates(P.repeat(rows, 1).requires_grad_(), [rows]),
+        head=Head(projection),
+        teacher_head=Head(projection),
+        teacher=lambda rows_, views: [ResponseStates(Q.repeat(rows, 1), [rows]) for _ in views],
+        averages=Averages(),
+    )
+
+
+def test_tropd_expects_the_printed_gradient_over_all_tokens_and_draws():
+    """Every token as often as the student samples it, with every tenth of the unit interval as its draw."""
+    tokens = [y for y, count in enumerate((5, 3, 2)) for _ in range(count * 10)]
+    batch = toy_batch(tokens, [(k % 10 + 0.5) / 10 for k in range(100)])
+    _, slope = loss_and_gradient(load_objective("tropd", {"top_k": 3}), batch)
+    assert_printed(slope.sum(0), [0.384990, -0.289516, -0.095474])
+    assert batch.averages.means()["tropd_trusted"] == pytest.approx(0.6)
+
+
+def test_tropd_trusts_as_often_as_student_and_teacher_overlap():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.multinomial(P.exp(), 20_000, replacement=True, generator=generator).tolist()
+    batch = toy_batch(tokens, torch.zeros(len(tokens)))
+    step = Step().step_batch(seed=3, rollouts=batch.rollouts)
+    objective = load_objective("tropd")
+    objective.prepare(step)
+    objective.loss(batch)
+    assert batch.averages.means()["tropd_trusted"] == pytest.approx(0.6, abs=4 * math.sqrt(0.6 * 0.4 / 20_000))
+
+
+def test_tropd_prefix_counts_in_the_divisor_but_is_neither_trusted_nor_an_outlier():
+    batch = toy_batch([1, 1, 1, 1], [0.0, 0.99, 0.0, 0.0], prefix=2)
+    loss, slope = loss_and_gradient(load_objective("tropd"), batch)
+    one_hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(slope[:2], (1e-3 * (P.exp() - one_hot) / 4).expand(2, 3))
+    torch.testing.assert_close(slope[2:], (math.log(2) * (P.exp() - one_hot) / 4).expand(2, 3))
+    assert_printed(loss, (2 * 0.00120397 + 2 * math.log(2) * -math.log(0.3)) / 4, digits=8)
+    means = batch.averages.means()
+    assert means["tropd_trusted"] == 1.0 and means["tropd_prefix_share"] == 0.5
+
+
+# What TrOPD and TOP-D sample
+
+
+@pytest.mark.parametrize(("k", "cap"), [(0, 384), (50, 327), (99, 194), (100, 190), (150, 55), (198, 0), (199, 0)])
+def test_tropds_longest_prefix_over_200_steps(k, cap):
+    assert load_objective("tropd").prefix_cap(k / 199) == cap
+
+
+class ScriptedEngine:
+    """Tells who was asked for what; the teacher answers with prepared drafts, the student with as many tokens as it may."""
+
+    def __init__(self, drafts):
+        self.drafts, self.who, self.calls = drafts, "student", []
+
+    @contextmanager
+    def teacher(self):
+        self.who = "teacher"
+        yield
+        self.who = "student"
+
+    def generate(self, prompts, sampling, seed, progress=None, limits=None):
+        self.calls.append((self.who, [list(ids) for ids in prompts], limits, seed))
+        if self.who == "teacher":
+            return [Response(list(ids), "", True) for ids in self.drafts[: len(prompts)]]
+        return [Response([99] * min(limit, 4), "cccc", False) for limit in limits]
+
+
+def sampled(method, drafts, progress=0.0, method_settings=None, max_new_tokens=8, context=2560):
+    """Rollouts on as many prompts as there are drafts; the prompts, the engine and the encoder."""
+    task, encoder, engine = ToyTask(), PromptEncoder(byte_tokenizer()), ScriptedEngine(drafts)
+    prompts = [Prompt(example, [20 + k, 30], index=k) for k, example in enumerate(task.examples("train", len(drafts)))]
+    law = Sampling(max_new_tokens=max_new_tokens)
+    sampler = Sampler(engine, task, encoder, law, TokenBudget(context=context), engine.teacher, seed=11)
+    return load_objective(method, method_settings).sample(sampler, prompts, progress), prompts, engine, encoder
+
+
+def test_tropd_samples_four_ordinary_responses_and_a_guided_one_per_prompt():
+    drafts = [[*range(40, 49), 2], [50, 51, 2]]
+    rollouts, prompts, engine, encoder = sampled("tropd", drafts, method_settings={"max_prefix": 5})
+    assert [r.prompt_index for r in rollouts] == [0] * 5 + [1] * 5
+    assert [r.prefix_length for r in rollouts] == [0, 0, 0, 0, 5, 0, 0, 0, 0, 2]
+    assert [r.draft_tokens for r in rollouts] == [0, 0, 0, 0, 10, 0, 0, 0, 0, 3]
+    assert [r.response_ids for r in rollouts[:4]] == [[99] * 4] * 4
+    assert rollouts[4].response_ids == [40, 41, 42, 43, 44, 99, 99, 99]
+    assert rollouts[9].response_ids == [50, 51, 99, 99, 99, 99]
+    assert [r.generated_tokens for r in rollouts] == [4, 4, 4, 4, 10 + 3, 4, 4, 4, 4, 3 + 4]
+    assert all(r.prompt_ids == prompts[r.prompt_index].token_ids for r in rollouts)
+    assert rollouts[4].response.text == encoder.decode(rollouts[4].response_ids)
+    assert rollouts[4].verdict.submitted == str(len(rollouts[4].response.text)), "judged with its prefix"
+    (who, requests, _, draft_seed), (then, continued, limits, seed) = engine.calls
+    assert (who, then) == ("teacher", "student") and draft_seed != seed
+    assert all("The length 0 is odd." in encoder.decode(request) for request in requests), "the feedback on an empty response"
+    assert continued[:5] == [prompts[0].token_ids] * 4 + [prompts[0].token_ids + drafts[0][:5]]
+    assert limits == [8, 8, 8, 8, 3, 8, 8, 8, 8, 6]
+
+
+@pytest.mark.parametrize(
+    ("draft", "max_new_tokens", "prefix"),
+    [([2], 8, 0), ([40, 2], 8, 1), ([40] * 8, 8, 7), ([40] * 20, 6, 5), ([40, 41, 42, 2], 8, 3), ([40, 2], 2, 1)],
+)
+def test_tropd_prefix_never_holds_the_drafts_last_token_nor_fills_the_response(draft, max_new_tokens, prefix):
+    rollouts, _, _, _ = sampled("tropd", [draft], max_new_tokens=max_new_tokens)
+    guided = rollouts[-1]
+    assert guided.prefix_length == prefix < len(draft) and guided.response_ids[:prefix] == draft[:prefix]
+    assert prefix < len(guided.response_ids) <= max_new_tokens
+    assert guided.draft_tokens == len(draft)
+    assert guided.generated_tokens == len(draft) + len(guided.response_ids) - prefix
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"progress": 1.0}, {"progress": 198 / 199}, {"method_settings": {"max_prefix": 0}}, {"max_new_tokens": 1}],
+    ids=str,
+)
+def test_tropd_asks_for_no_draft_where_no_prefix_is_allowed(options):
+    rollouts, prompts, engine, _ = sampled("tropd", [[40, 41, 2], [50, 51, 2]], **options)
+    assert [call[0] for call in engine.calls] == ["student"]
+    assert engine.calls[0][1] == [p.token_ids for p in prompts for _ in range(5)]
+    assert all(r.prefix_length == r.draft_tokens == 0 and r.generated_tokens == len(r.response_ids) for r in rollouts)
+
+
+def test_tropd_goes_without_a_draft_where_the_teachers_prompt_leaves_no_room():
+    rollouts, _, engine, _ = sampled("tropd", [[40, 41, 2]], context=50)
+    assert [len(requests) for _, requests, _, _ in engine.calls] == [0, 5]
+    assert [(r.prefix_length, r.draft_tokens) for r in rollouts] == [(0, 0)] * 5
+
+
+@pytest.mark.parametrize(("method", "group"), [("veto", 1), ("demopsd", 1), ("top_d", 4)])
+def test_other_methods_sample_plainly(method, group):
+    rollouts, prompts, engine, _ = sampled(method, [[], []])
+    assert [r.prompt_index for r in rollouts] == [0] * group + [1] * group
+    assert [call[0] for call in engine.calls] == ["student"]
+    law = Sampling()
+    assert load_objective(method).sampling(law) is law
+
+
+# ----------------------------------------------------------------------------------------------------------------------------------
+# Settings
+# ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "table"),
+    [
+        ("veto", {"group_size": 1, "beta_start": 0.8, "beta_end": 0.0}),
+        ("demopsd", {"group_size": 1, "alpha_max": 0.15, "beta": 50.0, "reference": "ema"}),
+        ("top_d", {"group_size": 4, "alpha": 0.2, "clip": 0.2, "epochs": 1, "minibatch_prompts": 1}),
+        ("tropd", {"group_size": 4, "beta": 1e-3, "max_prefix": 384, "top_k": 64}),
+    ],
+)
+def test_settings_default_to_the_papers_table(method, table):
+    assert vars(load_objective(method)) == table
+
+
+@pytest.mark.parametrize(
+    ("method", "method_settings", "message"),
+    [
+        ("veto", {"beta_strat": 1}, "'veto' has no setting 'beta_strat'; did you mean 'beta_start'"),
+        ("veto", {"xyz": 1}, "no setting 'xyz'; it has group_size, beta_start, beta_end"),
+        ("veto", {"beta_start": "high"}, "beta_start is 'high'; expected a number"),
+        ("veto", {"beta_start": -0.1}, "beta_start is -0.1"),
+        ("veto", {"beta_end": -1}, "beta_end -1.0"),
+        ("veto", {"beta_start": math.inf}, "beta_start is inf"),
+        ("veto", {"beta_end": "nan"}, "beta_end is 'nan'; expected a number"),
+        ("veto", {"group_size": 0}, "group_size is 0"),
+        ("demopsd", {"alpha": 0.1}, "did you mean 'alpha_max'"),
+        ("demopsd", {"alpha_max": 1.5}, "alpha_max is 1.5"),
+        ("demopsd", {"alpha_max": -0.1}, "alpha_max is -0.1"),
+        ("demopsd", {"beta": -1}, "beta is -1.0"),
+        ("demopsd", {"beta": math.inf}, "beta is inf"),
+        ("demopsd", {"reference": "teacher"}, "reference is 'teacher'; expected 'ema' or 'student'"),
+        ("demopsd", {"alpha_max": True}, "alpha_max is True; expected a number"),
+        ("top_d", {"alpha": 1.01}, "alpha is 1.01"),
+        ("top_d", {"clip": -0.2}, "clip is -0.2"),
+        ("top_d", {"epochs": 0}, "epochs is 0"),
+        ("top_d", {"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
+        ("top_d", {"minibatch_prompts": 0}, "minibatch_prompts 0"),
+        ("top_d", {"group_size": True}, "group_size is True; expected a whole number"),
+        ("tropd", {"max_prefix": -1}, "max_prefix is -1"),
+        ("tropd", {"top_k": 0}, "top_k 0"),
+        ("tropd", {"top_k": [64]}, "top_k is .*; expected a whole number"),
+        ("tropd", {"beta": -1e-3}, "beta is -0.001"),
+        ("tropd", {"beta": math.inf}, "beta is inf"),
+        ("tropd", {"group_size": None}, "group_size is None; expected a whole number"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(method, method_settings, message):
+    with pytest.raises(ValueError, match=f"method_settings.*{message}"):
+        load_objective(method, method_settings)
+
+
+def test_settings_may_come_as_text():
+    objective = load_objective("tropd", {"beta": "1e-3", "top_k": "8", "max_prefix": 16.0})
+    assert (objective.beta, objective.top_k, objective.max_prefix) == (1e-3, 8, 16)
+    assert isinstance(objective.max_prefix, int)

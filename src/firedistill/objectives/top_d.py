@@ -115,6 +115,8 @@ class TopD(Objective):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; expected a share between 0 and 1")
+        if self.clip < 0:
+            raise ValueError(f"clip is {self.clip}; it must not be below 0")
         if self.epochs < 1 or self.minibatch_prompts < 1:
             raise ValueError(f"epochs is {self.epochs} and minibatch_prompts {self.minibatch_prompts}; both must be at least 1")
 
