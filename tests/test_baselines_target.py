@@ -1329,14 +1329,15 @@ def test_tropd_trusts_as_often_as_student_and_teacher_overlap():
 
 
 def test_tropd_prefix_counts_in_the_divisor_but_is_neither_trusted_nor_an_outlier():
-    batch = toy_batch([1, 1, 1, 1], [0.0, 0.99, 0.0, 0.0], prefix=2)
+    batch = toy_batch([2, 2, 1, 1], [0.0, 0.99, 0.0, 0.0], prefix=2)
     loss, slope = loss_and_gradient(load_objective("tropd"), batch)
-    one_hot = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(slope[:2], (1e-3 * (P.exp() - one_hot) / 4).expand(2, 3))
-    torch.testing.assert_close(slope[2:], (math.log(2) * (P.exp() - one_hot) / 4).expand(2, 3))
-    assert_printed(loss, (2 * 0.00120397 + 2 * math.log(2) * -math.log(0.3)) / 4, digits=8)
+    one_hot = torch.eye(3, dtype=torch.float64)
+    torch.testing.assert_close(slope[:2], (1e-3 * (P.exp() - one_hot[2]) / 4).expand(2, 3))
+    torch.testing.assert_close(slope[2:], (math.log(2) * (P.exp() - one_hot[1]) / 4).expand(2, 3))
+    assert_printed(loss, (2e-3 * -math.log(0.2) + 2 * math.log(2) * -math.log(0.3)) / 4, digits=12)
     means = batch.averages.means()
     assert means["tropd_trusted"] == 1.0 and means["tropd_prefix_share"] == 0.5
+    assert means["tropd_reward"] == pytest.approx(math.log(2))
 
 
 # What TrOPD and TOP-D sample
