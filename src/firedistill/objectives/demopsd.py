@@ -13,6 +13,7 @@ rollout has it, and all sums run over the whole vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,8 +53,8 @@ class DemoPSD(Objective):
         super().__post_init__()
         if not 0 <= self.alpha_max <= 1:
             raise ValueError(f"alpha_max is {self.alpha_max}; expected a share between 0 and 1")
-        if self.beta < 0:
-            raise ValueError(f"beta is {self.beta}; it must not be below 0")
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         rows = batch.rows()

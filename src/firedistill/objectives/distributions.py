@@ -16,6 +16,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 # Stands in for an infinite log-ratio (a teacher that forbids a token outright). Its square, summed over a vocabulary, is finite.
 LARGEST_LOG_RATIO = {torch.float32: 1e15, torch.float64: 1e100}
@@ -35,11 +36,8 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """`[..., V]` log-probabilities of finite logits; differentiable."""
-    top = logits.argmax(-1, keepdim=True)
-    shifted = logits - logits.gather(-1, top)
-    others = shifted.exp().scatter(-1, top, 0.0).sum(-1, keepdim=True)
-    return shifted - others.log1p()
+    """`[..., V]` log-probabilities of finite logits; differentiable once."""
+    return _LogSoftmax.apply(logits)
 
 
 def log_ratio(logits: Tensor, target: Tensor, top: Tensor) -> Tensor:
@@ -128,6 +126,28 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
     far = math.log(2.0) - torch.log1p(decay) - 2 * u * decay / (1 + decay)
     near = u * tanh + 0.5 * torch.log1p(-tanh.clamp(max=0.8).square())  # unused beyond u = 1, where tanh u is 0.76
     return (0.5 * (log_p.exp() + log_q.exp()) * torch.where(u > 1, far, near)).sum(-1)
+
+
+class _LogSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor) -> Tensor:
+        top = logits.argmax(-1, keepdim=True)
+        shifted = logits - logits.gather(-1, top)
+        weights = shifted.exp()
+        others = weights.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(weights / (1 + others), top)
+        return shifted - others.log1p()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor) -> Tensor:
+        """`g - p sum(g)`, at the top token as `g_top (1 - p_top) - p_top` times the sum of the other `g`."""
+        probabilities, top = ctx.saved_tensors
+        at_top, others = grad_output.gather(-1, top), grad_output.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        rest = probabilities.scatter(-1, top, 0.0).sum(-1, keepdim=True)
+        gradient_at_top = at_top * rest - probabilities.gather(-1, top) * others
+        return (grad_output - probabilities * (at_top + others)).scatter(-1, top, gradient_at_top)
 
 
 class _ReverseKL(torch.autograd.Function):

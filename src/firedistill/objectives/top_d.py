@@ -93,7 +93,7 @@ def clipped_surrogate(
         epsilon: clipping range.
         ratio_cap: the ratio `w` is cut to it first.
     """
-    ratio = (logp - old_logp.detach()).exp()
+    ratio = (logp - old_logp.detach()).clamp(max=80.0).exp()  # an infinite ratio has a gradient of 0 * infinity where it is cut
     if ratio_cap is not None:
         ratio = ratio.clamp(max=ratio_cap)
     advantages = advantages.detach()
@@ -115,6 +115,8 @@ class TopD(Objective):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha is {self.alpha}; expected a share between 0 and 1")
+        if self.clip < 0:
+            raise ValueError(f"clip is {self.clip}; it must not be below 0")
         if self.epochs < 1 or self.minibatch_prompts < 1:
             raise ValueError(f"epochs is {self.epochs} and minibatch_prompts {self.minibatch_prompts}; both must be at least 1")
 

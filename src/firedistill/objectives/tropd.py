@@ -30,6 +30,9 @@ from firedistill.objectives.objective import Chunk, Objective, StepBatch, Traini
 from firedistill.rollouts.engine import Prompt, Rollout
 from firedistill.rollouts.sampler import Sampler
 
+# Draws of the acceptance test come from the step's seed by way of this number: the engine sampled with the seed itself.
+ACCEPTANCE = 0x5EED5EED
+
 
 def trust_acceptance(teacher_logp: Tensor, old_logp: Tensor) -> Tensor:
     """`min(1, q / p_old)`, the probability to trust a sampled token; the shape of its arguments, detached."""
@@ -78,6 +81,8 @@ class TrOPD(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
         if self.max_prefix < 0 or self.top_k < 1:
             raise ValueError(f"max_prefix is {self.max_prefix} and top_k {self.top_k}; expected at least 0 and 1")
 
@@ -98,7 +103,7 @@ class TrOPD(Objective):
         return rollouts
 
     def prepare(self, batch: StepBatch) -> None:
-        generator = torch.Generator().manual_seed(batch.seed)
+        generator = torch.Generator().manual_seed(batch.seed ^ ACCEPTANCE)
         tokens: dict[int, int] = {}
         for rollout in batch.rollouts:
             tokens[rollout.prompt_index] = tokens.get(rollout.prompt_index, 0) + len(rollout.response_ids)

@@ -12,6 +12,7 @@ Here the teacher is the EMA with feedback on the student's own response, every r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,9 +42,10 @@ class Veto(Objective):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta_start < 0 or self.beta_end < 0:
+        if not (0 <= self.beta_start < math.inf and 0 <= self.beta_end < math.inf):
             raise ValueError(
-                f"beta_start is {self.beta_start} and beta_end {self.beta_end}; an exponent below 0 rewards disagreement"
+                f"beta_start is {self.beta_start} and beta_end {self.beta_end}; expected finite exponents, at least 0 "
+                "(one below 0 rewards disagreement)"
             )
 
     def beta(self, progress: float) -> float:
