@@ -16,7 +16,7 @@ from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.objectives import Objective, register
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.run_log import read_jsonl
-from firedistill.trainer import TrainingOrder, learning_rate_factor
+from firedistill.trainer import StepLog, TrainingOrder, learning_rate_factor
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, save_checkpoint
 
@@ -201,6 +201,16 @@ def test_a_resumed_run_equals_the_uninterrupted_one(method, checkpoint, tmp_path
         torch.testing.assert_close(whole.teacher.shadow[name], rest.teacher.shadow[name])
 
 
+def test_the_objectives_draws_do_not_repeat_the_samplers(checkpoint, tmp_path):
+    """Both seed a generator: a token's acceptance must not hang on how it was drawn."""
+    t = trainer(checkpoint, tmp_path / "run", method="tropd")
+    t.step_log = StepLog(1e-3, 1.0, 0.0)
+    draws, sampled_with = (
+        torch.rand(200, generator=torch.Generator().manual_seed(seed)) for seed in (t.step_batch([]).seed, t.sampling_seed())
+    )
+    assert not torch.isin(draws, sampled_with).any()
+
+
 def test_a_checkpoint_without_teacher_is_refused(checkpoint, tmp_path):
     t = trainer(checkpoint, tmp_path / "run", max_steps=2)
     t.train()
@@ -270,8 +280,6 @@ def test_loss_is_the_sum_over_responses_divided_by_the_prompts(checkpoint, tmp_p
     example = t.task.examples("train", 1)[0]
     rollout = Rollout(example, [5, 6, 7], Response([8, 9, 10], "xyz", True), t.task.verify(example, "xyz"))
     t.create_optimizer_and_scheduler(4)
-    from firedistill.trainer import StepLog
-
     t.step_log = StepLog(1e-3, 1.0, 0.0, prompts=4)
     full = t.compute_loss(t.model, [rollout] * 4)
     half = t.compute_loss(t.model, [rollout] * 2)

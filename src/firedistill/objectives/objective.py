@@ -88,7 +88,7 @@ class StepBatch:
         rollouts: in the order in which they were sampled.
         prompts: prompts of the step over all processes, those included that were left out.
         progress: `k / (K - 1)` for step k = 0, 1, ... of K; 0 in a run of one step.
-        seed: of this step and process; the same in a resumed run.
+        seed: of this step and process, not the one that the rollouts were sampled with; the same in a resumed run.
         student: `student(rollouts)` scores them under the live student, without gradient.
         teacher: `teacher(rollouts, views)` scores them under the EMA teacher; `loss` need not score the same view again.
         head, teacher_head: turn states into logits.

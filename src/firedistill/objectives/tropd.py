@@ -30,9 +30,6 @@ from firedistill.objectives.objective import Chunk, Objective, StepBatch, Traini
 from firedistill.rollouts.engine import Prompt, Rollout
 from firedistill.rollouts.sampler import Sampler
 
-# Draws of the acceptance test come from the step's seed by way of this number: the engine sampled with the seed itself.
-ACCEPTANCE = 0x5EED5EED
-
 
 def trust_acceptance(teacher_logp: Tensor, old_logp: Tensor) -> Tensor:
     """`min(1, q / p_old)`, the probability to trust a sampled token; the shape of its arguments, detached."""
@@ -103,7 +100,7 @@ class TrOPD(Objective):
         return rollouts
 
     def prepare(self, batch: StepBatch) -> None:
-        generator = torch.Generator().manual_seed(batch.seed ^ ACCEPTANCE)
+        generator = torch.Generator().manual_seed(batch.seed)
         tokens: dict[int, int] = {}
         for rollout in batch.rollouts:
             tokens[rollout.prompt_index] = tokens.get(rollout.prompt_index, 0) + len(rollout.response_ids)
