@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# Logits per chunk and distribution. On a CPU 8 MiB in float32, which stays near the caches; on a GPU 256 MiB, which keeps it busy.
-CHUNK_ELEMENTS = 2**21
+# Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so that fewer tokens cost more
+# each, and beyond 32 MiB the C library maps fresh memory for every tensor, which doubles the time. On a GPU 256 MiB, to keep it busy.
+CHUNK_ELEMENTS = 2**22
 CHUNK_ELEMENTS_GPU = 2**26
 
 
