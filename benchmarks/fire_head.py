@@ -43,6 +43,11 @@ class Setting:
     def token_weights(self) -> Tensor:
         return torch.full((len(self.student),), 1 / len(self.student))
 
+    def teacher_logits(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """With all feedback `[C, V]`, and without field j `[B, C, V]` (as one matrix product: a batched one copies the head)."""
+        without = self.without[:, rows]
+        return self.head(self.full[rows]), self.head(without.flatten(0, 1)).unflatten(0, without.shape[:2])
+
 
 def make_setting(tokens: int, vocabulary: int, width: int, fields: int, dtype: str, over: float) -> Setting:
     generator = torch.Generator().manual_seed(0)
@@ -121,7 +126,7 @@ def literal_loss(setting: Setting, chunk: int = 32) -> Tensor:
     for start in range(0, len(setting.student), chunk):
         rows = slice(start, start + chunk)
         with torch.no_grad():
-            q_c, q_without = setting.head(setting.full[rows]), setting.head(setting.without[:, rows])
+            q_c, q_without = setting.teacher_logits(rows)
         loss = (
             setting.token_weights[rows] * literal_fire(setting.head(setting.student[rows]), q_c, q_without, setting.step_scale)
         ).sum()
@@ -134,7 +139,7 @@ def functions_loss(setting: Setting) -> Tensor:
     """`fire_target` inside `chunked_token_loss`, all views at all tokens."""
 
     def token_loss(logits: Tensor, rows: slice) -> Tensor:
-        q_c, q_without = setting.head(setting.full[rows]), setting.head(setting.without[:, rows])
+        q_c, q_without = setting.teacher_logits(rows)
         return reverse_kl(logits, fire_target(logits.detach(), q_c, q_without, step_scale=setting.step_scale).log_probs)
 
     return chunked_token_loss(setting.head, setting.student, setting.token_weights, token_loss)
