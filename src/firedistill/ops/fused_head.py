@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-# Logits per chunk and distribution. On a CPU 8 MiB in float32, which stays near the caches; on a GPU 256 MiB, which keeps it busy.
-CHUNK_ELEMENTS = 2**21
+# Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so that fewer tokens cost more
+# each, and beyond 32 MiB the C library maps fresh memory for every tensor, which doubles the time. On a GPU 256 MiB, to keep it busy.
+CHUNK_ELEMENTS = 2**22
 CHUNK_ELEMENTS_GPU = 2**26
 
 
@@ -52,12 +54,25 @@ class Head(nn.Module):
         softcap = getattr(config, "final_logit_softcapping", None)
         return cls(causal_lm.get_output_embeddings(), softcap=softcap, scale=scale, temperature=temperature, override=override)
 
+    @classmethod
+    def of_weight(cls, weight: Tensor, **settings: float | None) -> Head:
+        """The head of an output embedding `[V, H]` without bias, which may be part of a graph; `settings` as in the constructor."""
+        vocabulary_size, width = weight.shape
+        return cls(nn.Linear(width, vocabulary_size, bias=False, device="meta"), override={"weight": weight}, **settings)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to `[..., V]` float32 logits (float64 for a float64 head)."""
-        logits = (
-            torch.func.functional_call(self.projection, self.override, (hidden,)) if self.override else self.projection(hidden)
-        )
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return self.logits(self.project(hidden))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """The first half of `forward`: `[..., H]` hidden states to `[..., V]` products with the output embedding, in its dtype."""
+        if self.override:
+            return torch.func.functional_call(self.projection, self.override, (hidden,))
+        return self.projection(hidden)
+
+    def logits(self, projected: Tensor) -> Tensor:
+        """The second half of `forward`, token by token: everything that happens to the products, in float32 or float64."""
+        logits = projected.to(torch.promote_types(projected.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -67,6 +82,12 @@ class Head(nn.Module):
     @property
     def vocabulary_size(self) -> int:
         return self.projection.weight.shape[0]
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of the projection that take a gradient."""
+        parameters = dict(self.projection.named_parameters()) | self.override
+        return [parameter for parameter in parameters.values() if parameter.requires_grad]
 
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
@@ -92,30 +113,34 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
     Returns:
         A scalar in the dtype of the logits.
     """
-    trained = [p for p in head.projection.parameters() if p.requires_grad]
-    return _ChunkedTokenLoss.apply(hidden, head, token_weights, token_loss, *trained)
+    trained = head.trained
+    hidden_gradient = torch.zeros_like(hidden)
+    head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
+    total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    for rows in chunks(hidden, head):
+        with torch.enable_grad():
+            chunk = hidden[rows].detach().requires_grad_()
+            value = (token_weights[rows] * token_loss(head(chunk), rows)).sum()
+        gradients = torch.autograd.grad(value, [chunk, *trained])
+        hidden_gradient[rows] = gradients[0]
+        for accumulated, gradient in zip(head_gradients, gradients[1:], strict=True):
+            accumulated += gradient
+        total += value.detach()
+    return with_gradients(total, [hidden, *trained], [hidden_gradient, *head_gradients])
 
 
-class _ChunkedTokenLoss(torch.autograd.Function):
+def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
+    """The detached scalar `value` as a function of `inputs` whose gradients are known already; differentiable once."""
+    return _WithGradients.apply(value, [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)], *inputs)
+
+
+class _WithGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Head, token_weights: Tensor, token_loss: TokenLoss, *trained: Tensor) -> Tensor:
-        hidden_gradient = torch.zeros_like(hidden)
-        head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
-        total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
-        for rows in chunks(hidden, head):
-            with torch.enable_grad():
-                chunk = hidden[rows].detach().requires_grad_()
-                value = (token_weights[rows] * token_loss(head(chunk), rows)).sum()
-            gradients = torch.autograd.grad(value, [chunk, *trained])
-            hidden_gradient[rows] = gradients[0]
-            for accumulated, gradient in zip(head_gradients, gradients[1:], strict=True):
-                accumulated += gradient
-            total += value.detach()
-        ctx.save_for_backward(hidden_gradient, *(g.to(p.dtype) for g, p in zip(head_gradients, trained, strict=True)))
-        return total
+    def forward(ctx, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return value.clone()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        hidden_gradient, *head_gradients = ctx.saved_tensors
-        scaled = [grad_output.to(g.dtype) * g for g in head_gradients]
-        return grad_output.to(hidden_gradient.dtype) * hidden_gradient, None, None, None, *scaled
+        return None, None, *(grad_output.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors)

@@ -1,0 +1,399 @@
+"""FIRE from hidden states to the loss and its exact gradient, at about the price of plain self-distillation.
+
+`firedistill.objectives.fire` states the method; here is the same arithmetic arranged for speed and held against it by tests. Three
+things make the difference:
+
+- No target is ever built. The logit gradient of a target is affine in its log-probabilities (eq. app_gradient_average), so that
+  the log-ratio of `q_A` to the student is that of the full teacher less one weighted sum of residuals between teacher views, and
+  the gradient of the loss is `eta p (d_A - E_p[d_A])`. The views are read one after the other into that sum.
+- Other views are projected only at tokens where the full teacher violates the radius, since they matter nowhere else.
+- Many tokens are projected at once, which is what a matrix product likes, but only a few rows at a time are turned into
+  distributions, which then stay in the cache. The gradient takes the place of the logits it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firedistill.ops.fused_head import Head, with_gradients
+
+# Logits projected at once, in the head's dtype; there are at most three buffers of this size (student, full teacher, other views).
+# A projection reads the whole head for every chunk: at 150,000 x 1536, 220 tokens at once cost half of what 28 do, per token.
+CHUNK_ELEMENTS = 2**25
+# Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
+BLOCK_ELEMENTS = 2**20
+BLOCK_ELEMENTS_GPU = 2**24
+
+# Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
+LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
+
+FieldStates = Tensor | Callable[[Tensor], Tensor]
+
+
+@dataclass
+class FireHeadOutput:
+    """The loss and what led to it, token by token. All but `loss` is detached; NaN stands where a quantity has no meaning.
+
+    Attributes:
+        loss: scalar, `sum_t w_t token_loss_t`, differentiable.
+        token_loss: `[M]`, `-beta log p(y)` at tokens of correct responses, `KL(p || q_FIRE)` at the others.
+        rho: `[M]`, the radius (eq. fire_radius).
+        gradient_norm: `[M]`, norm of the logit gradient of `token_loss`; at most rho, up to rounding, unless projection is off.
+        entropy: `[M]`, of the student, in nats.
+        beta: `[M]`, weight of the correct branch (eq. fire_correct); NaN at tokens of wrong responses.
+        energy, chi, eta, kl: `[M]`, E_c, the gate, the contraction and `KL(p || q_c)`; NaN at tokens of correct responses.
+        alpha: `[B+1, M]`, weight of the full teacher, then of the teacher without field j; NaN at tokens of correct responses.
+        field_energy: `[B, M]`, E_j; NaN where the views without a field were not read. If they never were asked for, B is 0.
+    """
+
+    loss: Tensor
+    token_loss: Tensor
+    rho: Tensor
+    gradient_norm: Tensor
+    entropy: Tensor
+    beta: Tensor
+    energy: Tensor
+    chi: Tensor
+    eta: Tensor
+    kl: Tensor
+    alpha: Tensor
+    field_energy: Tensor
+
+
+def fire_head_loss(
+    head: Head | Tensor,
+    hidden: Tensor,
+    token_weights: Tensor,
+    *,
+    token_ids: Tensor,
+    correct: Tensor,
+    teacher_hidden: Tensor,
+    loo_hidden: FieldStates | None = None,
+    teacher_head: Head | Tensor | None = None,
+    step_scale: float = 1.0,
+    log_prob_floor: float | None = None,
+    attribution: bool = True,
+    projection: bool = True,
+    chunk_size: int | None = None,
+) -> FireHeadOutput:
+    """Both branches of FIRE on M response tokens (eqs. fire_radius to fire_objective), with memory that does not grow with M.
+
+    Args:
+        head: the student's, or an output embedding `[V, H]`.
+        hidden: `[M, H]`, the student's last hidden states at the positions that predict the response tokens, in the head's dtype.
+        token_weights: `[M]`, factors of the token losses, such as `1 / (N M_i)`.
+        token_ids: `[M]`, the sampled tokens; read at tokens of correct responses.
+        correct: `[M]`, bool, whether the token belongs to a correct response.
+        teacher_hidden: `[W, H]`, the EMA teacher's states with all feedback at the W tokens of wrong responses, in their order.
+        loo_hidden: `[B, W, H]`, the teacher's states without field j. Or a function that is called at most once, with the indices
+            `[K]` (ascending, into the rows of `teacher_hidden`) of the tokens where the full teacher violates the radius, if there
+            are any, and answers `[B, K, H]`; these tokens are then projected a second time. A response with fewer than B fields
+            repeats its states of the full view, whose energy is 0. None without attribution.
+        teacher_head: the teacher's, if it is not the student's.
+        step_scale: `s = max(1, a_k / a_0)`.
+        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
+        attribution: False gives the ablation No Attribution (the full teacher, then the projection).
+        projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
+        chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.
+
+    Returns:
+        The loss, in float32 (float64 for float64 states), with its exact gradient for `hidden` and for what is trained of the
+        head, and the diagnostics.
+
+    Raises:
+        ValueError: attribution without `loo_hidden`, a step scale below 1, or shapes that do not fit.
+    """
+    if attribution and loo_hidden is None:
+        raise ValueError("fire_head_loss with attribution=True needs loo_hidden; pass attribution=False to go without")
+    if step_scale < 1:
+        raise ValueError(f"step_scale is {step_scale}; it is max(1, a_k / a_0), at least 1")
+    if correct.dtype != torch.bool or not len(hidden) == len(token_weights) == len(token_ids) == len(correct):
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, token_weights {tuple(token_weights.shape)}, token_ids {tuple(token_ids.shape)} and "
+            f"correct {tuple(correct.shape)} ({correct.dtype}) do not fit: expected [M, H], [M], [M] and [M] (torch.bool)"
+        )
+    head = head if isinstance(head, Head) else Head.of_weight(head)
+    if teacher_head is not None and not isinstance(teacher_head, Head):
+        teacher_head = Head.of_weight(teacher_head)
+    wrong = (~correct).nonzero().flatten()
+    rows = loo_hidden.shape[1] if attribution and isinstance(loo_hidden, Tensor) else len(teacher_hidden)
+    if not len(wrong) == len(teacher_hidden) == rows:
+        raise ValueError(
+            f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden has {len(teacher_hidden)} rows and loo_hidden {rows}"
+        )
+    op = _FireHead(
+        head=head,
+        teacher_head=teacher_head or head,
+        hidden=hidden,
+        token_weights=token_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)),
+        step_scale=step_scale,
+        log_prob_floor=log_prob_floor,
+        attribution=attribution,
+        projection=projection,
+        chunk_size=chunk_size or max(1, CHUNK_ELEMENTS // head.vocabulary_size),
+        block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
+        differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
+    )
+    with torch.no_grad():
+        op.correct_branch(correct.nonzero().flatten(), token_ids)
+        op.incorrect_branch(wrong, teacher_hidden, loo_hidden)
+    return op.output()
+
+
+@dataclass
+class _FireHead:
+    """One evaluation of the op: its settings, and the statistics and gradients that it collects."""
+
+    head: Head
+    teacher_head: Head
+    hidden: Tensor
+    token_weights: Tensor
+    step_scale: float
+    log_prob_floor: float | None
+    attribution: bool
+    projection: bool
+    chunk_size: int
+    block_size: int
+    differentiate: bool
+
+    def __post_init__(self) -> None:
+        self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        names = ("token_loss", "rho", "gradient_norm", "entropy", "beta", "energy", "chi", "eta", "kl")
+        self.statistics = {name: self.unknown(len(self.hidden)) for name in names}
+        self.trained = self.head.trained
+        self.hidden_gradient = torch.zeros_like(self.hidden)
+        self.head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
+
+    def correct_branch(self, tokens: Tensor, token_ids: Tensor) -> None:
+        """Fisher-weighted on-policy SFT (eq. fire_correct)."""
+        for part, products in self.projected(tokens):
+            for rows in self.blocks(products):
+                here = tokens[part][rows]
+                student, y = self.student(products[rows]), token_ids[here].unsqueeze(-1)
+                log_p_y = student.log_p(y).squeeze(-1)
+                gradient = student.p.scatter_(-1, y, 0.0)
+                gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
+                norm = gradient.square().sum(-1).sqrt()
+                beta = contraction(norm, student.rho)
+                self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
+                self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
+
+    def incorrect_branch(self, wrong: Tensor, teacher_hidden: Tensor, loo_hidden: FieldStates | None) -> None:
+        """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
+        at_hand = self.attribution and isinstance(loo_hidden, Tensor)
+        self.start_attribution(wrong, len(loo_hidden) if at_hand else 0)
+        deferred = []
+        for part, products in self.projected(wrong):
+            full = self.teacher_head.project(teacher_hidden[part])
+            over = self.full_teacher(wrong[part], products, full)
+            if at_hand:
+                self.attribute(wrong[part], products, full, over, loo_hidden[:, part][:, over])
+            elif len(over):
+                products[over] = 0.0
+                deferred.append(over + part.start)
+        if deferred:
+            over = torch.cat(deferred)
+            without = loo_hidden(over)
+            self.start_attribution(wrong, len(without))
+            for part, products in self.projected(wrong[over]):
+                full = self.teacher_head.project(teacher_hidden[over[part]])
+                every = torch.arange(len(products), device=products.device)
+                self.attribute(wrong[over[part]], products, full, every, without[:, part])
+
+    def start_attribution(self, wrong: Tensor, fields: int) -> None:
+        """All weight on the full teacher until the other views were read."""
+        alpha, self.statistics["field_energy"] = (
+            self.unknown(fields + 1, len(self.hidden)),
+            self.unknown(fields, len(self.hidden)),
+        )
+        alpha[0, wrong], alpha[1:, wrong] = 1.0, 0.0
+        self.statistics["alpha"] = alpha
+
+    def full_teacher(self, tokens: Tensor, products: Tensor, full: Tensor) -> Tensor:
+        """All that the full teacher alone decides. Finishes the rows that need no other view and answers which ones do."""
+        over = []
+        for rows in self.blocks(products):
+            here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
+            ratio = student.centred_ratio(student.logits, log_q_c)
+            gradient = student.p * ratio
+            energy = gradient.square().sum(-1)
+            outside = energy > student.rho.square()
+            chi = ((energy - student.rho.square()) / energy).where(outside, 0.0)
+            eta, norm = torch.ones_like(energy), energy.sqrt()
+            loss = kl = student.divergence(ratio, eta, log_q_c)
+            if self.projection and not self.attribution:
+                eta = contraction(norm, student.rho)
+                loss = student.divergence(ratio, eta, log_q_c)
+            self.record(here, rho=student.rho, entropy=student.entropy, energy=energy, chi=chi, kl=kl, eta=eta)
+            done = ~outside if self.attribution else torch.ones_like(outside)
+            self.finish(products, rows, here, student, gradient, norm, eta, loss, done)
+            over.append(rows[~done])
+        return torch.cat(over)
+
+    def attribute(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, without: Tensor) -> None:
+        """Leave-one-field-out attribution at the K rows `over`; `without` `[B, K, H]` holds the teacher's states without field j."""
+        fields, group_size = len(without), max(1, self.chunk_size // max(1, len(without)))
+        for start in range(0, len(over), group_size):
+            group, states = over[start : start + group_size], without[:, start : start + group_size]
+            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
+            for block in self.blocks(group):
+                rows, here = group[block], tokens[group[block]]
+                student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
+                # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
+                # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
+                shift = torch.zeros_like(log_q_c)
+                evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
+                for j, view in enumerate(views):
+                    residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
+                    field_energy = (student.p * residual).square_().sum(-1)
+                    self.statistics["field_energy"][j, here] = field_energy
+                    evidence.append(self.statistics["chi"][here] * field_energy)
+                    shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
+                alpha = torch.stack(evidence) / sum(evidence)
+                shift /= sum(evidence).unsqueeze(-1)
+                ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
+                gradient = student.p * ratio
+                norm = gradient.square().sum(-1).sqrt()
+                eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
+                self.record(here, eta=eta, alpha=alpha)
+                loss = student.divergence(ratio, eta, log_q_c.add_(shift))
+                self.finish(products, rows, here, student, gradient, norm, eta, loss)
+
+    def finish(
+        self,
+        products: Tensor,
+        rows: Tensor,
+        tokens: Tensor,
+        student: _Student,
+        gradient: Tensor,
+        norm: Tensor,
+        scale: Tensor,
+        loss: Tensor,
+        done: Tensor | None = None,
+    ) -> None:
+        """Records these rows, and puts the gradient of the loss in the place of their products, all of them or those `done`.
+
+        `gradient` `[C, V]`, of norm `norm`, times `scale` is the logit gradient of the token losses `loss`; it is overwritten.
+        """
+        self.record(tokens, token_loss=loss, gradient_norm=scale * norm)
+        if self.differentiate:
+            gradient *= (scale * self.token_weights[tokens]).unsqueeze(-1)
+            (gradient,) = torch.autograd.grad(student.attached_logits, student.products, gradient)
+            products[rows if done is None else rows[done]] = gradient if done is None else gradient[done]
+
+    def projected(self, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Projects the student's states at these tokens in chunks: yields which of them, and their `[C, V]` products with the head.
+
+        Whoever iterates leaves the gradient of the loss in the place of the products; it is then carried back through the head.
+        """
+        for start in range(0, len(tokens), self.chunk_size):
+            part = slice(start, min(start + self.chunk_size, len(tokens)))
+            with torch.set_grad_enabled(self.differentiate):
+                states = self.hidden[tokens[part]].detach().requires_grad_(self.differentiate)
+                products = self.head.project(states)
+            yield part, products.detach()
+            if self.differentiate:
+                gradients = torch.autograd.grad(products, [states, *self.trained], products.detach())
+                self.hidden_gradient[tokens[part]] = gradients[0]
+                for accumulated, gradient in zip(self.head_gradients, gradients[1:], strict=True):
+                    accumulated += gradient
+
+    def blocks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Indices of a few rows at a time."""
+        return torch.arange(len(rows), device=rows.device).split(self.block_size)
+
+    def student(self, products: Tensor) -> _Student:
+        products.requires_grad_(self.differentiate)
+        with torch.set_grad_enabled(self.differentiate):
+            logits = self.head.logits(products)
+        return _Student(products, logits, self.step_scale)
+
+    def teacher_logits(self, products: Tensor) -> Tensor:
+        """`[C, V]` finite logits, raised to the floor on log-probabilities."""
+        logits = finite(self.teacher_head.logits(products).to(self.dtype))
+        if self.log_prob_floor is None:
+            return logits
+        return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + self.log_prob_floor)
+
+    def unknown(self, *shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=self.dtype, device=self.hidden.device)
+
+    def record(self, tokens: Tensor, **values: Tensor) -> None:
+        for name, value in values.items():
+            self.statistics[name][..., tokens] = value
+
+    def output(self) -> FireHeadOutput:
+        loss = (self.token_weights * self.statistics["token_loss"]).sum()
+        if self.differentiate:
+            loss = with_gradients(loss, [self.hidden, *self.trained], [self.hidden_gradient, *self.head_gradients])
+        return FireHeadOutput(loss, **self.statistics)
+
+
+class _Student:
+    """The student's distributions at a few tokens, and what is measured with them.
+
+    As in `firedistill.objectives.distributions`, `1 - p_top` is the sum of the other probabilities, never a subtraction, and
+    log-ratios are shifted to be exactly 0 at the most likely token.
+    """
+
+    def __init__(self, products: Tensor, logits: Tensor, step_scale: float):
+        self.products, self.attached_logits = products, logits
+        self.logits = finite(logits.detach())
+        top_logit, self.top = self.logits.max(-1, keepdim=True)
+        self.shifted = self.logits - top_logit
+        weights = self.shifted.exp().scatter_(-1, self.top, 0.0)
+        rest = weights.sum(-1, keepdim=True)
+        self.log_normaliser = rest.log1p()
+        self.p = weights.div_(1 + rest)
+        p_top, others = 1 / (1 + rest), rest / (1 + rest)
+        fisher_trace = (p_top * others + others).squeeze(-1) - self.p.square().sum(-1)
+        self.rho = fisher_trace.sqrt() / step_scale
+        self.p.scatter_(-1, self.top, p_top)
+        self.entropy = self.log_normaliser.squeeze(-1) - (self.p * self.shifted).sum(-1)
+
+    def log_p(self, token_ids: Tensor) -> Tensor:
+        """`[C, 1]` log-probabilities of tokens."""
+        return self.shifted.gather(-1, token_ids) - self.log_normaliser
+
+    def centred_ratio(self, a: Tensor, b: Tensor) -> Tensor:
+        """`d - E_p[d]`, `[C, V]`, for the log-ratio `d` of two distributions given by logits; times p it is eq. app_gradient.
+
+        Close logits have an exact difference, which is why it is taken first.
+        """
+        ratio = (a - b).sub_(a.gather(-1, self.top) - b.gather(-1, self.top))
+        return ratio.sub_((self.p * ratio).sum(-1, keepdim=True))
+
+    def divergence(self, ratio: Tensor, eta: Tensor, target: Tensor) -> Tensor:
+        """`KL(p || q)` `[C]` for `q` proportional to `p^(1-eta) exp(eta target)`; `ratio` is the centred log-ratio to the target.
+
+        With `x = eta ratio`, whose mean under p is 0, it is `log E_p[exp(-x)] = log(1 + E_p[exp(-x) - 1 + x])`: no term of the
+        sum is negative, so that nothing cancels.
+        """
+        x = eta.unsqueeze(-1) * ratio
+        kl = torch.expm1(-x).add_(x).mul_(self.p).sum(-1).log1p()
+        far = x.amin(-1) < -60  # near overflow
+        if far.any():
+            kl[far] = self.far_divergence(far, eta[far].unsqueeze(-1), target[far])
+        return kl
+
+    def far_divergence(self, rows: Tensor, eta: Tensor, target: Tensor) -> Tensor:
+        """The same as `sum p log(p/q) - p + q`, where q is computed as such; no term is negative here either."""
+        p, log_p = self.p[rows], self.shifted[rows] - self.log_normaliser[rows]
+        log_q = (1 - eta) * log_p + eta * target
+        log_q -= log_q.logsumexp(-1, keepdim=True)
+        x = log_p - log_q
+        return torch.where(x > -10, p * (x + torch.expm1(-x)), p * x - p + log_q.exp()).sum(-1)
+
+
+def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
+    """`min(1, rho / ||g||)`, 1 for a gradient of 0 (eqs. fire_contraction_coefficient, fire_correct)."""
+    return (rho / gradient_norm).where(gradient_norm > rho, 1.0)
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Minus infinity replaced, in place, by a logit so low that its probability is 0 all the same."""
+    return logits.clamp_(min=-LARGEST_LOGIT[logits.dtype])

@@ -1,0 +1,481 @@
+"""`fire_head_loss` against its plain twin: all logits at once, the target of `fire_target`, plain autograd."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from firedistill.functional import entropy, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
+from firedistill.objectives.distributions import log_softmax
+from firedistill.ops import Head, fire_head, fire_head_loss
+
+H = 8
+
+
+@dataclass
+class Case:
+    """Inputs of the op. States and weights are multiples of 1/64, so that their products are the same in float32 and float64."""
+
+    weight: torch.Tensor
+    hidden: torch.Tensor
+    token_weights: torch.Tensor
+    token_ids: torch.Tensor
+    correct: torch.Tensor
+    teacher_hidden: torch.Tensor
+    loo_hidden: torch.Tensor
+    bias: torch.Tensor | None = None
+    teacher_weight: torch.Tensor | None = None
+    teacher_bias: torch.Tensor | None = None
+    head_settings: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+
+    def to(self, dtype: torch.dtype) -> Case:
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()})
+
+    def heads(self, trained: bool = False) -> tuple[Head, Head]:
+        """The student's and the teacher's."""
+        projection = torch.nn.Linear(H, len(self.weight), bias=self.bias is not None, dtype=self.weight.dtype)
+        projection.weight.data = self.weight.clone()
+        if self.bias is not None:
+            projection.bias.data = self.bias.clone()
+        head = Head(projection.requires_grad_(trained), **self.head_settings)
+        teacher = {"weight": self.teacher_weight, "bias": self.teacher_bias}
+        override = dict(projection.named_parameters()) | {name: x for name, x in teacher.items() if x is not None}
+        override = {name: x.detach() for name, x in override.items()}
+        return head, Head(projection, override=override, **self.head_settings)
+
+    def fused(self, loo_hidden=None, trained=False, factor=1.0, **more):
+        """Loss, gradients and statistics of the op."""
+        hidden = self.hidden.clone().requires_grad_()
+        head, teacher_head = self.heads(trained)
+        output = fire_head_loss(
+            head,
+            hidden,
+            self.token_weights,
+            token_ids=self.token_ids,
+            correct=self.correct,
+            teacher_hidden=self.teacher_hidden,
+            loo_hidden=self.loo_hidden if loo_hidden is None else loo_hidden,
+            teacher_head=teacher_head,
+            **(self.settings | more),
+        )
+        (factor * output.loss).backward()
+        return output, [hidden.grad, *(p.grad for p in head.projection.parameters() if trained)]
+
+    def twin(self, trained=False, factor=1.0, closed_form=False):
+        """Loss, gradients, targets of the wrong tokens and student logits, in float64.
+
+        `closed_form` takes the gradients of the two token losses in closed form instead of by plain autograd, which knows nothing
+        below the rounding error of p_max and makes NaN of infinities.
+        """
+        case = self.to(torch.float64)
+        hidden = case.hidden.clone().requires_grad_()
+        head, teacher_head = case.heads(trained)
+        logits, right, wrong = head(hidden), case.correct.nonzero().flatten(), (~case.correct).nonzero().flatten()
+        z, y = logits[right], case.token_ids[right]
+        step_scale = case.settings.get("step_scale", 1.0)
+        losses = torch.zeros(len(hidden), dtype=torch.float64)
+        losses[right] = sft_weight(z, y, step_scale) * (closed_form_nll if closed_form else literal_nll)(z, y)
+        loo_logits = teacher_head(case.loo_hidden).detach()
+        target = fire_target(logits[wrong].detach(), teacher_head(case.teacher_hidden).detach(), loo_logits, **case.settings)
+        losses[wrong] = (reverse_kl if closed_form else literal_reverse_kl)(logits[wrong], target.log_probs)
+        (factor * (case.token_weights * losses).sum()).backward()
+        gradients = [hidden.grad, *(p.grad for p in head.projection.parameters() if trained)]
+        return losses.detach(), gradients, target, logits.detach()
+
+
+def literal_nll(logits, token_ids):
+    return -logits.log_softmax(-1).gather(-1, token_ids[:, None])[:, 0]
+
+
+def closed_form_nll(logits, token_ids):
+    """The same, with gradient `p - e_y` in which `1 - p_y` is a sum."""
+    gradient = logits.detach().softmax(-1).scatter(-1, token_ids[:, None], 0.0)
+    gradient.scatter_(-1, token_ids[:, None], -gradient.sum(-1, keepdim=True))
+    value = -log_softmax(logits.detach()).gather(-1, token_ids[:, None])[:, 0]
+    return value + ((logits - logits.detach()) * gradient).sum(-1)
+
+
+def literal_reverse_kl(logits, log_q):
+    log_p = logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def make_case(tokens=7, vocabulary=31, fields=3, correct="mixed", spread=1.0, gap=1.0, seed=0, **settings) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape, size=1.0):
+        return (size * torch.randn(*shape, generator=generator)).mul(64).round().div(64)
+
+    hidden = noise(tokens, H, size=spread)
+    is_correct = {
+        "mixed": torch.rand(tokens, generator=generator) < 0.4,
+        "all": torch.ones(tokens, dtype=torch.bool),
+        "none": torch.zeros(tokens, dtype=torch.bool),
+    }[correct]
+    teacher = hidden[~is_correct] + noise(int((~is_correct).sum()), H, size=gap)
+    return Case(
+        weight=noise(vocabulary, H),
+        hidden=hidden,
+        token_weights=torch.rand(tokens, generator=generator) + 0.1,
+        token_ids=torch.randint(vocabulary, (tokens,), generator=generator),
+        correct=is_correct,
+        teacher_hidden=teacher,
+        loo_hidden=teacher + noise(fields, *teacher.shape, size=gap / 2),
+        settings=settings,
+    )
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest error relative to the largest element, over everything."""
+    assert found.shape == expected.shape
+    if found.numel() == 0:
+        return 0.0
+    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-300))
+
+
+def row_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest of the relative errors of the rows, each by its norm; rows of 0 must be found as 0."""
+    assert found.shape == expected.shape
+    if found.numel() == 0:
+        return 0.0
+    found, expected = found.double(), expected.double()
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-200)).max())
+
+
+def assert_equals_twin(case: Case, tolerance: float, trained=False, factor=1.0, closed_form=False, **more) -> None:
+    losses, gradients, target, logits = case.twin(trained, factor, closed_form)
+    output, found = case.fused(trained=trained, factor=factor, **more)
+    assert relative_error(output.loss.detach(), (case.token_weights.double() * losses).sum()) <= tolerance
+    assert relative_error(output.token_loss, losses) <= tolerance
+    assert row_error(found[0], gradients[0]) <= tolerance
+    for a, b in zip(found[1:], gradients[1:], strict=True):
+        assert relative_error(a, b) <= tolerance
+    wrong, step_scale = ~case.correct, case.settings.get("step_scale", 1.0)
+    assert relative_error(output.rho, fisher_radius(logits, step_scale)) <= tolerance
+    assert relative_error(output.entropy, entropy(logits)) <= tolerance
+    assert relative_error(output.beta[case.correct], sft_weight(logits, case.token_ids, step_scale)[case.correct]) <= tolerance
+    for name in ("energy", "chi", "eta"):
+        assert relative_error(getattr(output, name)[wrong], getattr(target, name)) <= tolerance, name
+    read = wrong.clone()
+    read[wrong] = target.chi > 0
+    if case.settings.get("attribution", True) and (len(output.field_energy) or read.any()):
+        assert relative_error(output.alpha[:, wrong], target.alpha) <= tolerance
+        assert relative_error(output.field_energy[:, read], target.field_energy[:, target.chi > 0]) <= tolerance
+        assert output.field_energy[:, ~read].isnan().all()
+    else:
+        assert (output.alpha[:, wrong] == torch.tensor([1.0] + [0.0] * (len(output.alpha) - 1))[:, None]).all()
+
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("correct", ["mixed", "all", "none"])
+@pytest.mark.parametrize("fields", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize(("tokens", "vocabulary"), [(1, 31), (2, 257), (7, 1001), (13, 31), (31, 257)])
+def test_loss_and_gradient_equal_the_twin(tokens, vocabulary, fields, correct, dtype):
+    case = make_case(tokens, vocabulary, fields, correct, seed=tokens + fields).to(dtype)
+    assert_equals_twin(case, TOLERANCE[dtype])
+
+
+@DTYPES
+@pytest.mark.parametrize("step_scale", [1.0, 5.0, 200.0])
+@pytest.mark.parametrize("floor", [None, -4.0, math.log(1e-10)], ids=str)
+@pytest.mark.parametrize("attribution", [True, False])
+@pytest.mark.parametrize("projection", [True, False])
+def test_settings(step_scale, floor, attribution, projection, dtype):
+    more = dict(step_scale=step_scale, log_prob_floor=floor, attribution=attribution, projection=projection)
+    case = make_case(tokens=13, gap=1.0, **more).to(dtype)
+    assert_equals_twin(case, TOLERANCE[dtype])
+
+
+HEADS = {
+    "softcap": dict(softcap=3.0),
+    "scale": dict(scale=0.5),
+    "temperature": dict(temperature=2.0),
+    "all": dict(softcap=5.0, scale=0.5, temperature=0.7),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("chunk_size", [4, None])
+def test_heads(name, bias, trained, chunk_size, dtype):
+    case = make_case(tokens=11, seed=3, gap=2.0)
+    generator = torch.Generator().manual_seed(5)
+    case.teacher_weight = case.weight + torch.randn(case.weight.shape, generator=generator).div(8).mul(64).round().div(64)
+    if bias:
+        case.bias, case.teacher_bias = torch.randn(2, 31, generator=generator).mul(64).round().div(64)
+    case.head_settings = HEADS[name]
+    assert_equals_twin(case.to(dtype), TOLERANCE[dtype], trained=trained, chunk_size=chunk_size, factor=3.0)
+
+
+@DTYPES
+@pytest.mark.parametrize("gap", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [6.0, 9.0])
+@pytest.mark.parametrize("step_scale", [1.0, 200.0])
+@pytest.mark.parametrize("correct", ["all", "none"])
+def test_nearly_deterministic_students(spread, gap, step_scale, correct, dtype):
+    case = make_case(61, spread=spread, gap=gap, correct=correct, step_scale=step_scale).to(dtype)
+    assert (case.twin(closed_form=True)[3].softmax(-1).amax(-1) > 1 - 1e-6).sum() >= 6, "several must be nearly deterministic"
+    assert_equals_twin(case, TOLERANCE[dtype], closed_form=True)
+
+
+@DTYPES
+@pytest.mark.parametrize("fields", [0, 2])
+@pytest.mark.parametrize("low", [-math.inf, -1000.0])
+@pytest.mark.parametrize("projection", [True, False])
+def test_a_token_that_the_teacher_forbids(low, fields, projection, dtype):
+    case = make_case(13, fields=fields, correct="none", projection=projection)
+    forbidden = (case.hidden @ case.weight.T).argmax(-1).unique()
+    case.bias, case.teacher_bias = torch.zeros(31), torch.zeros(31)
+    case.teacher_bias[forbidden] = low
+    if low > -math.inf or dtype is torch.float64:
+        assert_equals_twin(case.to(dtype), TOLERANCE[dtype], closed_form=True)
+        return
+    # What stands in for infinity depends on the dtype, and so do energies and an unprojected loss. The rest does not.
+    (output, (gradient,)), (losses, (expected,), target, _) = case.fused(), case.twin(closed_form=True)
+    assert relative_error(output.alpha, target.alpha) <= 1e-5
+    assert torch.isfinite(output.token_loss).all() and torch.isfinite(gradient).all()
+    if projection:
+        assert relative_error(output.token_loss, losses) <= 1e-5 and row_error(gradient, expected) <= 1e-5
+
+
+@DTYPES
+def test_a_token_that_everybody_forbids_changes_nothing(dtype):
+    case = make_case(13, gap=2.0).to(dtype)
+    plain, plain_gradients = case.fused()
+    padded = replace(
+        case,
+        weight=torch.cat([case.weight, case.weight[:1]]),
+        bias=torch.cat([torch.zeros_like(case.weight[:, 0]), torch.tensor([-math.inf], dtype=dtype)]),
+    )
+    output, gradients = padded.fused()
+    assert relative_error(output.token_loss, plain.token_loss) <= TOLERANCE[dtype]
+    assert row_error(gradients[0], plain_gradients[0]) <= TOLERANCE[dtype]
+
+
+def test_bfloat16_states_and_head():
+    """Given the logits that the bfloat16 head rounds, the loss is right to 1e-5 and the gradient up to its own rounding."""
+    case = make_case(29, 1001, gap=2.0).to(torch.bfloat16)
+    output, (gradient,) = case.fused()
+    assert output.loss.dtype == torch.float32 and gradient.dtype == torch.bfloat16
+    head, _ = case.heads()
+    wrong = ~case.correct
+    logits = head(case.hidden).double().requires_grad_()
+    views = [head(states).double() for states in (case.teacher_hidden, case.loo_hidden)]
+    target = fire_target(logits[wrong].detach(), *views)
+    assert float((target.chi > 0).double().mean()) > 0.2
+    losses = torch.zeros(29, dtype=torch.float64)
+    losses[wrong] = literal_reverse_kl(logits[wrong], target.log_probs)
+    y = case.token_ids[~wrong, None]
+    losses[~wrong] = -sft_weight(logits[~wrong], y[:, 0]) * logits[~wrong].log_softmax(-1).gather(-1, y)[:, 0]
+    (case.token_weights.double() * losses).sum().backward()
+    assert relative_error(output.token_loss, losses.detach()) <= 1e-5
+    assert row_error(gradient, logits.grad @ case.weight.double()) <= 2**-7
+
+
+def test_a_bfloat16_run_stays_near_its_float32_twin():
+    case = make_case(31, 257, gap=1.0)
+    (high, (expected,)), (low, (found,)) = case.fused(), case.to(torch.bfloat16).fused()
+    assert low.loss.item() == pytest.approx(high.loss.item(), rel=0.02)
+    assert torch.nn.functional.cosine_similarity(found.float().flatten(), expected.flatten(), dim=0) > 0.999
+
+
+class ExactProjection(torch.nn.Linear):
+    """Products in float64: a float32 sum over 150,000 tokens has an error of 1e-4 of its own on the way back."""
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden.double(), self.weight.double()).to(hidden.dtype)
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0, 2.0])
+def test_float32_at_the_size_of_a_real_vocabulary(spread, monkeypatch):
+    monkeypatch.setattr(torch.nn, "Linear", ExactProjection)
+    case = make_case(6, 151_936, gap=spread, spread=spread, correct="mixed", seed=1)
+    assert_equals_twin(case, 1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk_size", [1, 3, 1000])
+@pytest.mark.parametrize("block", [1, 2, 1000])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_chunks_of_any_size(chunk_size, block, lazy, dtype, monkeypatch):
+    monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", 31 * block)
+    case = make_case(13, fields=2, gap=2.0).to(dtype)
+    loo_hidden = (lambda rows: case.loo_hidden[:, rows]) if lazy else None
+    assert_equals_twin(case, TOLERANCE[dtype], chunk_size=chunk_size, loo_hidden=loo_hidden, trained=True)
+
+
+@pytest.mark.parametrize("chunk_size", [2, 5, 1000])
+def test_exactly_the_rows_over_the_radius_are_asked_for_once(chunk_size):
+    case = make_case(31, gap=1.0).to(torch.float64)
+    _, _, target, _ = case.twin()
+    asked = []
+
+    def loo(rows):
+        asked.append(rows)
+        return case.loo_hidden[:, rows]
+
+    at_hand, gradients = case.fused(chunk_size=chunk_size)
+    lazy, lazy_gradients = case.fused(loo_hidden=loo, chunk_size=chunk_size)
+    over = (target.chi > 0).nonzero().flatten()
+    assert 0 < len(over) < len(case.teacher_hidden), "some rows must be over the radius, and some not"
+    assert len(asked) == 1 and torch.equal(asked[0], over)
+    assert relative_error(lazy.token_loss, at_hand.token_loss) <= 1e-13
+    assert row_error(lazy_gradients[0], gradients[0]) <= 1e-12
+    torch.testing.assert_close(lazy.alpha, at_hand.alpha, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(gap=0.05), dict(correct="all"), dict(gap=3.0, attribution=False), dict(tokens=0)], ids=str
+)
+def test_nothing_is_asked_where_nothing_is_over_the_radius(settings):
+    case = make_case(**settings).to(torch.float64)
+
+    def loo(rows):
+        raise AssertionError("asked for a view that cannot matter")
+
+    output, _ = case.fused(loo_hidden=loo)
+    assert output.alpha.shape == (1, len(case.hidden)) and output.field_energy.shape == (0, len(case.hidden))
+    assert_equals_twin(case, 1e-10, loo_hidden=loo)
+
+
+def test_no_tokens():
+    case = make_case(tokens=0)
+    output, (gradient,) = case.fused(trained=False)
+    assert output.loss == 0 and gradient.shape == (0, H) and output.rho.shape == (0,)
+
+
+def test_a_plain_weight_is_a_head():
+    """Alone, for student and teacher, as a leaf and as a part of a graph."""
+    case = make_case(11, gap=2.0).to(torch.float64)
+    expected, (hidden_gradient, weight_gradient) = case.fused(trained=True)
+    hidden, factor = case.hidden.clone().requires_grad_(), torch.ones(H, dtype=torch.float64, requires_grad=True)
+    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    leaf = case.weight.clone().requires_grad_()
+    loss = fire_head_loss(leaf, hidden, case.token_weights, **data).loss
+    found = torch.autograd.grad(loss, [hidden, leaf])
+    assert torch.equal(loss, expected.loss)
+    assert row_error(found[0], hidden_gradient) <= 1e-12 and relative_error(found[1], weight_gradient) <= 1e-12
+    loss = fire_head_loss(case.weight * factor, hidden, case.token_weights, teacher_head=case.weight, **data).loss
+    found = torch.autograd.grad(loss, [hidden, factor])
+    assert row_error(found[0], hidden_gradient) <= 1e-12
+    assert relative_error(found[1], (weight_gradient * case.weight).sum(0)) <= 1e-12
+
+
+def test_without_gradients_there_is_only_the_loss():
+    case = make_case(11, gap=2.0)
+    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    with torch.no_grad():
+        output = fire_head_loss(case.weight.clone().requires_grad_(), case.hidden, case.token_weights, **data)
+    assert not output.loss.requires_grad
+    assert torch.equal(output.loss, case.fused()[0].loss.detach())
+
+
+def test_a_response_with_fewer_fields_repeats_its_full_view():
+    case = make_case(13, fields=2, gap=2.0, correct="none").to(torch.float64)
+    more = replace(case, loo_hidden=torch.cat([case.loo_hidden, case.teacher_hidden[None]]))
+    (few, few_gradients), (padded, gradients) = case.fused(), more.fused()
+    assert (few.chi > 0).any()
+    assert (padded.alpha[3] <= 1e-24).all()
+    assert row_error(gradients[0], few_gradients[0]) <= 1e-12
+
+
+def test_the_gradient_stays_inside_the_radius_and_its_norm_is_reported():
+    """With the identity as head, the gradient of the states is that of the logits."""
+    case = make_case(200, vocabulary=H, fields=3, gap=1.5, spread=1.5, step_scale=2.0)
+    case = replace(case, weight=torch.eye(H)).to(torch.float64)
+    output, (gradient,) = case.fused()
+    norm = (gradient / case.token_weights[:, None]).norm(dim=-1)
+    torch.testing.assert_close(output.gradient_norm, norm, rtol=1e-12, atol=0)
+    assert (norm <= output.rho * (1 + 1e-12)).all()
+    assert ((norm >= output.rho * (1 - 1e-12)) & case.correct).any() and (
+        (norm >= output.rho * (1 - 1e-12)) & ~case.correct
+    ).any()
+    _, _, target, logits = case.twin()
+    induced = induced_gradient(logits[~case.correct], target.log_probs)
+    assert row_error(gradient[~case.correct] / case.token_weights[~case.correct, None], induced) <= 1e-12
+    kl = reverse_kl(logits[~case.correct], case.teacher_hidden)
+    assert relative_error(output.kl[~case.correct], kl) <= 1e-12
+    for name in ("energy", "chi", "eta", "kl", "alpha"):
+        assert getattr(output, name)[..., case.correct].isnan().all(), name
+    assert output.beta[~case.correct].isnan().all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the bytes of the largest storage that any operation answered."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+        self.size = max([self.size, *sizes])
+        return output
+
+
+def test_memory_does_not_grow_with_tokens():
+    vocabulary, chunk_size, largest = 4099, 8, {}
+    for tokens in (24, 120):
+        case = make_case(tokens, vocabulary, fields=4, gap=3.0)
+        with LargestTensor() as seen:
+            output, _ = case.fused(chunk_size=chunk_size)
+        assert (output.chi > 0).any()
+        largest[tokens] = seen.size
+    assert largest[120] == largest[24] == chunk_size * vocabulary * 4
+
+
+def test_errors():
+    case = make_case(5, fields=2, correct="none")
+    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    for message, change in {
+        "needs loo_hidden": dict(loo_hidden=None),
+        "at least 1": dict(step_scale=0.5),
+        "do not fit": dict(correct=case.correct.float()),
+        "tokens belong to wrong responses, but teacher_hidden has 4": dict(teacher_hidden=case.teacher_hidden[1:]),
+        "and loo_hidden 4": dict(loo_hidden=case.loo_hidden[:, 1:]),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            fire_head_loss(case.weight, case.hidden, case.token_weights, **(data | change))
+    with pytest.raises(ValueError, match="do not fit"):
+        fire_head_loss(case.weight, case.hidden, case.token_weights[1:], **data)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(2, 40),
+    fields=st.integers(0, 5),
+    correct=st.sampled_from(["mixed", "all", "none"]),
+    spread=st.floats(0.1, 3.0),
+    gap=st.floats(0.05, 5.0),
+    step_scale=st.floats(1.0, 300.0),
+    floor=st.sampled_from([None, -23.0, -3.0]),
+    attribution=st.booleans(),
+    projection=st.booleans(),
+    chunk_size=st.integers(1, 10),
+    lazy=st.booleans(),
+)
+def test_any_case_equals_its_twin(
+    seed, tokens, vocabulary, fields, correct, spread, gap, step_scale, floor, attribution, projection, chunk_size, lazy
+):
+    more = dict(step_scale=step_scale, log_prob_floor=floor, attribution=attribution, projection=projection)
+    case = make_case(tokens, vocabulary, fields, correct, spread, gap, seed, **more).to(torch.float64)
+    loo_hidden = (lambda rows: case.loo_hidden[:, rows]) if lazy else None
+    assert_equals_twin(case, 1e-9, closed_form=True, chunk_size=chunk_size, loo_hidden=loo_hidden)
