@@ -289,7 +289,7 @@ class SelfDistillTrainer(Trainer):
             rollouts=rollouts,
             prompts=self.prompts_per_step,
             progress=self.progress,
-            seed=self.sampling_seed() ^ 1 << 62,  # no draw of the objective repeats one of the sampler
+            seed=self.sampling_seed() ^ 0x5EED5EED,  # low bits: generators on a CPU ignore those above 32
             student=student,
             teacher=lambda rollouts, views: self.score_views(rollouts, views, keep=True),
             head=self.head,
