@@ -8,7 +8,7 @@ import torch
 from firedistill.feedback import FeedbackField
 from firedistill.functional import excised_target, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
 from firedistill.objectives import Averages, TrainingBatch, load_objective
-from firedistill.ops import Head, chunked_token_loss, fused_head
+from firedistill.ops import Head, chunked_token_loss, fire_head, fused_head
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.scoring.scorer import ResponseStates
 from firedistill.tasks import Example, Verdict
@@ -125,7 +125,8 @@ CASES = {
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize("floor", [None, -4.0], ids=["no floor", "floor"])
 def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, floor, monkeypatch):
-    monkeypatch.setattr(fused_head, "CHUNK_ELEMENTS", chunk * V)
+    for module in (fused_head, fire_head):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
     lengths, correct = CASES[case]
     world = World(lengths, correct, gap=2.0)
     batch = world.batch(floor=floor)

@@ -11,6 +11,7 @@ leave-one-out views are not scored, since they cannot matter there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from firedistill.objectives.distributions import (
     reverse_kl,
     softmax,
 )
-from firedistill.objectives.objective import Averages, Chunk, Objective, TrainingBatch, register
+from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register
+from firedistill.ops.fire_head import FireHeadOutput, fire_head_loss
 from firedistill.rollouts.engine import Rollout
 from firedistill.scoring.scorer import ResponseStates
 
@@ -212,7 +214,7 @@ def excised_target(
 
 @register("fire")
 class Fire(Objective):
-    """The two branches of Algorithm 1 on a micro-batch."""
+    """Fisher-weighted SFT on correct responses, recalibrated self-distillation on wrong ones."""
 
     attribution = True
     projection = True
@@ -221,93 +223,89 @@ class Fire(Objective):
         return not rollout.verdict.correct
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        correct = batch.rows(lambda rollout: rollout.verdict.correct)
-        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
-        return self.correct_branch(batch, correct) + self.incorrect_branch(batch, wrong)
+        return self.both_branches(batch, batch.rows())
 
-    def correct_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
-        """Fisher-weighted on-policy SFT (eq. fire_correct)."""
-        token_ids = batch.token_ids(rows)
+    def both_branches(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
+        """Algorithm 1 on these rollouts: what `sft_weight` and `fire_target` say, without building a target."""
+        student = batch.student.select(rows)
+        wrong = [row for row in rows if not batch.rollouts[row].verdict.correct]
+        (full,) = batch.teacher(wrong, ["full"])
+        over: set[int] = set()
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            y = token_ids[chunk]
-            beta = sft_weight(student_logits, y, batch.step_scale)
-            rho = fisher_radius(student_logits, batch.step_scale)
-            norm = beta * (
-                softmax(student_logits.detach()).scatter_add(-1, y.unsqueeze(-1), -torch.ones_like(rho).unsqueeze(-1))
-            ).norm(dim=-1)
-            batch.averages.add(beta=beta, clipped_correct=beta < 1, rho=rho, entropy=entropy(student_logits.detach()))
-            batch.averages.maximum(max_bound_ratio=(norm / rho)[rho > 0])
-            return -beta * log_softmax(student_logits).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+        def without_fields(tokens: Tensor) -> Tensor:
+            views, found = self.views_without_a_field(batch, wrong, full, tokens)
+            over.update(found)
+            return views
 
-        return batch.token_mean_loss(rows, token_loss)
-
-    def incorrect_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
-        """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
-        (full,) = batch.teacher(rows, ["full"])
-        over = self.rows_over_radius(batch, rows, full) if self.attribution else set()
-        loss = batch.no_loss()
-        for names, group in groups_by_fields(batch, rows).items():
-            for members in ([row for row in group if row not in over], [row for row in group if row in over]):
-                needed = self.attribution and over.intersection(members)
-                views = batch.teacher(members, range(len(names))) if needed else []
-                if self.attribution and not needed:
-                    batch.saved(members, range(len(names)))
-                loss = loss + self.distill(batch, members, full.select([rows.index(row) for row in members]), views, names)
-        return loss
-
-    def rows_over_radius(self, batch: TrainingBatch, rows: list[int], full: ResponseStates) -> set[int]:
-        """Rollouts with a token at which the full teacher violates the radius: only there can another view matter."""
-
-        def over(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            target = floored(batch.teacher_head(full.hidden[chunk]), batch.log_prob_floor)
-            energy = induced_gradient(student_logits, target).square().sum(-1)
-            return energy > fisher_radius(student_logits, batch.step_scale).square()
-
-        return {row for row, tokens in zip(rows, batch.map_tokens(rows, over), strict=True) if tokens.any()}
-
-    def distill(
-        self, batch: TrainingBatch, rows: list[int], full: ResponseStates, without: list[ResponseStates], names: tuple[str, ...]
-    ) -> Tensor:
-        """`KL(p || q_FIRE)` on these rollouts; `without` holds the leave-one-out views, or nothing where chi is 0 throughout."""
-
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            teacher_logits = batch.teacher_head(full.hidden[chunk])
-            target = fire_target(
-                student_logits.detach(),
-                teacher_logits,
-                torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without]) if without else None,
-                step_scale=batch.step_scale,
-                log_prob_floor=batch.log_prob_floor,
-                attribution=bool(without),
-                projection=self.projection,
-            )
-            self.report(batch.averages, target, student_logits.detach(), teacher_logits, names)
-            return reverse_kl(student_logits, target.log_probs)
-
-        return batch.token_mean_loss(rows, token_loss)
-
-    def report(
-        self, averages: Averages, target: FireTarget, student_logits: Tensor, teacher_logits: Tensor, names: tuple[str, ...]
-    ) -> None:
-        """Token means of the quantities of the incorrect branch. Field energies exist only where the views were scored."""
-        norm = induced_gradient(student_logits, target.log_probs).square().sum(-1).sqrt()
-        averages.add(
-            rho=target.rho,
-            chi=target.chi,
-            chi_active=target.chi > 0,
-            alpha_full=target.alpha[0],
-            eta=target.eta,
-            projected=target.eta < 1,
-            kl=reverse_kl(student_logits, teacher_logits),
-            entropy=entropy(student_logits),
+        output = fire_head_loss(
+            batch.head,
+            student.hidden,
+            student.token_weights() / batch.responses,
+            token_ids=batch.token_ids(rows),
+            correct=student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool(),
+            teacher_hidden=full.hidden,
+            loo_hidden=without_fields if self.attribution else None,
+            teacher_head=batch.teacher_head,
+            step_scale=batch.step_scale,
+            log_prob_floor=batch.log_prob_floor,
+            attribution=self.attribution,
+            projection=self.projection,
         )
-        averages.maximum(max_bound_ratio=(norm / target.rho)[target.rho > 0])
-        for j, name in enumerate(names if self.attribution else ()):
-            scored = j < len(target.field_energy)
-            averages.add(**{f"alpha_{name}": target.alpha[j + 1] if scored else torch.zeros_like(target.rho)})
-            if scored:
-                averages.add(**{f"field_energy_{name}": target.field_energy[j]})
+        if self.attribution:
+            for names, group in groups_by_fields(batch, wrong).items():
+                batch.saved([row for row in group if row not in over], range(len(names)))
+        self.report(batch, rows, output)
+        return output.loss
+
+    def views_without_a_field(
+        self, batch: TrainingBatch, wrong: list[int], full: ResponseStates, tokens: Tensor
+    ) -> tuple[Tensor, set[int]]:
+        """The teacher's states without each field, `[B, K, H]`, at K tokens of the wrong responses, and the responses they lie in.
+
+        The views of a response are scored only if it has such a token: elsewhere they cannot matter. B is the largest number of
+        fields; a response that has fewer repeats its full view.
+        """
+        response = full.per_token(range(len(wrong)))[tokens]
+        position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
+        over = {wrong[i] for i in response.unique().tolist()}
+        groups = groups_by_fields(batch, sorted(over))
+        states = full.hidden[tokens].repeat(max(map(len, groups)), 1, 1)
+        for names, group in groups.items():
+            for j, view in enumerate(batch.teacher(group, range(len(names)))):
+                for row, hidden in zip(group, view.hidden.split(view.lengths), strict=True):
+                    here = response == wrong.index(row)
+                    states[j, here] = hidden[position[here]]
+        return states, over
+
+    def report(self, batch: TrainingBatch, rows: list[int], output: FireHeadOutput) -> None:
+        """Token means of the quantities of both branches. Field energies exist only where the views were scored."""
+        student, averages = batch.student.select(rows), batch.averages
+        correct = student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool()
+        averages.add(
+            rho=output.rho,
+            entropy=output.entropy,
+            beta=output.beta[correct],
+            clipped_correct=output.beta[correct] < 1,
+            chi=output.chi[~correct],
+            chi_active=output.chi[~correct] > 0,
+            alpha_full=output.alpha[0, ~correct],
+            eta=output.eta[~correct],
+            projected=output.eta[~correct] < 1,
+            kl=output.kl[~correct],
+        )
+        averages.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
+        if not self.attribution:
+            return
+        wrong = [row for row in rows if not batch.rollouts[row].verdict.correct]
+        for names, group in groups_by_fields(batch, wrong).items():
+            tokens = student.per_token([row in group for row in rows]).bool()
+            for j, name in enumerate(names):
+                scored = j < len(output.field_energy)
+                alpha = output.alpha[j + 1, tokens] if scored else torch.zeros_like(output.rho[tokens])
+                averages.add(**{f"alpha_{name}": alpha})
+                if scored:
+                    energy = output.field_energy[j, tokens]
+                    averages.add(**{f"field_energy_{name}": energy[~energy.isnan()]})
 
 
 def groups_by_fields(batch: TrainingBatch, rows: list[int]) -> dict[tuple[str, ...], list[int]]:
@@ -336,7 +334,12 @@ class NoProjection(Fire):
 class HardGradientExcision(Fire):
     """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
 
-    def incorrect_branch(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
+    def loss(self, batch: TrainingBatch) -> Tensor:
+        correct = batch.rows(lambda rollout: rollout.verdict.correct)
+        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
+        return self.both_branches(batch, correct) + self.distill_excised(batch, wrong)
+
+    def distill_excised(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
         loss = batch.no_loss()
         for names, group in groups_by_fields(batch, rows).items():
             full, *without = batch.teacher(group, ["full", *range(len(names))])

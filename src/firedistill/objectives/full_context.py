@@ -2,14 +2,17 @@
 
 Every response, correct or not, is distilled towards the EMA teacher that sees the full feedback, by reverse KL with a token mean
 (eq. sdpo_objective). No routing, no radius, and no floor under the teacher: there are no residuals.
+
+It is FIRE's incorrect branch on every response, without attribution and projection, and shares its fused pass over the head.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from firedistill.objectives.distributions import entropy, fisher_radius, induced_gradient, reverse_kl
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register
+from firedistill.objectives.objective import Objective, TrainingBatch, register
+from firedistill.ops.fire_head import fire_head_loss
 
 
 @register("full_context")
@@ -19,13 +22,18 @@ class FullContext(Objective):
     def loss(self, batch: TrainingBatch) -> Tensor:
         rows = batch.rows()
         (full,) = batch.teacher(rows, ["full"])
-
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            target = batch.teacher_head(full.hidden[chunk])
-            kl = reverse_kl(student_logits, target)
-            rho = fisher_radius(student_logits, batch.step_scale)
-            norm = induced_gradient(student_logits, target).square().sum(-1).sqrt()
-            batch.averages.add(kl=kl.detach(), rho=rho, chi_active=norm > rho, entropy=entropy(student_logits.detach()))
-            return kl
-
-        return batch.token_mean_loss(rows, token_loss)
+        token_ids = batch.token_ids(rows)
+        output = fire_head_loss(
+            batch.head,
+            batch.student.hidden,
+            batch.student.token_weights() / batch.responses,
+            token_ids=token_ids,
+            correct=torch.zeros_like(token_ids, dtype=torch.bool),
+            teacher_hidden=full.hidden,
+            teacher_head=batch.teacher_head,
+            step_scale=batch.step_scale,
+            attribution=False,
+            projection=False,
+        )
+        batch.averages.add(kl=output.kl, rho=output.rho, chi_active=output.chi > 0, entropy=output.entropy)
+        return output.loss

@@ -37,6 +37,11 @@ class ResponseStates:
         weights = [torch.full((length,), 1.0 / max(length, 1), dtype=dtype) for length in self.lengths]
         return torch.cat(weights or [torch.empty(0, dtype=dtype)]).to(self.hidden.device)
 
+    def per_token(self, values: Sequence[int]) -> Tensor:
+        """One integer per response, at every token of it; `[M]`."""
+        values, lengths = (torch.tensor(list(x), dtype=torch.long, device=self.hidden.device) for x in (values, self.lengths))
+        return values.repeat_interleave(lengths)
+
     @staticmethod
     def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:
         return ResponseStates(torch.cat([s.hidden for s in states]), [n for s in states for n in s.lengths])
