@@ -37,7 +37,8 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         output_dir=folder,
         max_steps=3,
         warmup_steps=1,
-        learning_rate=1e-2,
+        learning_rate=0.3,
+        optim="sgd",  # linear in the gradient: AdamW would blow rounding up to the size of a step
         max_new_tokens=9,
         eval_size=5,
         per_device_train_batch_size=batch,
