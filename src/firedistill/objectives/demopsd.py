@@ -35,9 +35,19 @@ def demopsd_target(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: 
         beta: how fast the share grows with the disagreement.
     """
     log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
-    alpha = alpha_max * torch.tanh(0.5 * beta * jensen_shannon(log_s, log_q))
+    alpha = reference_share(jensen_shannon(log_s, log_q), alpha_max, beta)
+    return tempered(log_q, log_s, alpha), alpha
+
+
+def reference_share(disagreement: Tensor, alpha_max: float, beta: float) -> Tensor:
+    """`alpha` `[...]` from the Jensen-Shannon divergence `d` `[...]`."""
+    return alpha_max * torch.tanh(0.5 * beta * disagreement)
+
+
+def tempered(log_q: Tensor, log_s: Tensor, alpha: Tensor) -> Tensor:
+    """`log B` `[..., V]`, the normalised geometric mean of `q` and, with weight alpha, `s`."""
     share = alpha.unsqueeze(-1)
-    return log_softmax((1 - share) * log_q + share * log_s), alpha
+    return log_softmax((1 - share) * log_q + share * log_s)
 
 
 @register("demopsd")
@@ -63,13 +73,15 @@ class DemoPSD(Objective):
         def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
             teacher_logits = batch.teacher_head(full.hidden[chunk])
             reference_logits = batch.teacher_head(without[0].hidden[chunk]) if without else student_logits.detach()
-            target, alpha = demopsd_target(reference_logits, teacher_logits, self.alpha_max, self.beta)
+            log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
+            disagreement = jensen_shannon(log_s, log_q)
+            alpha = reference_share(disagreement, self.alpha_max, self.beta)
             batch.averages.add(
-                demopsd_disagreement=jensen_shannon(log_softmax(reference_logits), log_softmax(teacher_logits)),
+                demopsd_disagreement=disagreement,
                 demopsd_alpha=alpha,
                 kl=reverse_kl(student_logits.detach(), teacher_logits),
                 entropy=entropy(student_logits.detach()),
             )
-            return reverse_kl(student_logits, target)
+            return reverse_kl(student_logits, tempered(log_q, log_s, alpha))
 
         return batch.token_mean_loss(rows, token_loss)
