@@ -1,4 +1,4 @@
-"""What a rollout costs: `generate` as it comes and with a merged adapter, our decoding loop without and with merging, and bare forwards.
+"""What a rollout costs: `generate` and our decoding loop, each without and with a merged adapter, and bare forwards.
 
     python benchmarks/rollouts.py MODEL ADAPTER --batch 8 32 --new-tokens 200 --output benchmarks/results/rollouts.json
 
@@ -17,6 +17,8 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,25 +42,29 @@ class GenerateEngine(HFRolloutEngine):
         self.causal_lm = None
 
 
-def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> None:
+def sampled_tokens(engine: HFRolloutEngine, prompts: list[list[int]], law: Sampling) -> int:
+    return sum(len(response.token_ids) for response in engine.generate(prompts, law, seed=0))
+
+
+def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> int:
     with inference_mode(engine.model), merged_adapter(engine.model):
         batch = _Batch(engine.causal_lm, [tuple(p) for p in prompts], steps, 0, remember=False)
         batch.read_prompts()
         for _ in range(steps - 1):
             batch.read(torch.full((len(prompts),), 5, device=engine.model.device))
+    return len(prompts) * steps
 
 
 def measure(jobs: dict[str, Callable[[], int]], repeats: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of wall clock and processor per variant (median, minimum, maximum) and the tokens sampled, after one run of each."""
+    """Seconds of wall clock and processor per variant (median, minimum, maximum) and the tokens sampled."""
     found: dict[str, list[tuple[float, float, int]]] = {name: [] for name in jobs}
-    for repeat in range(repeats + 1):
+    for _ in range(repeats):
         for name, job in jobs.items():
             wall, processor = time.perf_counter(), time.process_time()
             tokens = job()
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            if repeat:
-                found[name].append((time.perf_counter() - wall, time.process_time() - processor, tokens))
+            found[name].append((time.perf_counter() - wall, time.process_time() - processor, tokens))
     summary = {}
     for name, runs in found.items():
         walls, processors, tokens = zip(*runs, strict=True)
@@ -120,15 +126,13 @@ def main() -> None:
                 "decode, merged": HFRolloutEngine(model, tokenizer, batch, merge_adapter=True),
             }
 
-            def job(engine: HFRolloutEngine, prompts=prompts) -> int:
-                return sum(len(response.token_ids) for response in engine.generate(prompts, law, seed=0))
-
-            jobs = {name: lambda engine=engine: job(engine) for name, engine in engines.items()}
+            jobs = {name: partial(sampled_tokens, engine, prompts, law) for name, engine in engines.items()}
             if mode == "fixed length":
                 for engine in engines.values():
                     engine.stop_ids = []
-                floor = engines["decode, merged"]
-                jobs["bare forwards, merged"] = lambda: bare_forwards(floor, prompts, law.max_new_tokens) or 0
+                jobs["bare forwards, merged"] = partial(bare_forwards, engines["decode, merged"], prompts, law.max_new_tokens)
+            for engine in engines.values():  # the first call pays for memory and kernels
+                sampled_tokens(engine, prompts[:8], replace(law, max_new_tokens=2))
             found = measure(jobs, options.repeats, model.device)
             results[f"batch {batch}, {mode}"] = found | {"prompt_tokens": [len(p) for p in prompts]}
             reference = found["generate, unmerged"]

@@ -68,31 +68,32 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
         `[B, K]`; and `[B]` true where they are the whole law, no allowed token being missing.
     """
     vocabulary = scores.shape[-1]
+    best = scores.amax(-1, keepdim=True)
     if sampling.top_k == 0 and sampling.top_p >= 1:
-        total = scores.logsumexp(-1, keepdim=True)
-        _check_finite(total)
+        weights = (scores - best).exp().double()
+        _check_finite(weights.sum(-1))
         tokens = torch.arange(vocabulary, device=scores.device).expand_as(scores)
-        return (scores.double() - total).exp(), tokens, torch.ones_like(total[:, 0], dtype=torch.bool)
+        return weights, tokens, torch.ones_like(best[:, 0], dtype=torch.bool)
     width = min(width, vocabulary)
     values, tokens = scores.topk(width)
-    allowed = torch.ones_like(values, dtype=torch.bool)
+    weights = (values - best).exp().double()
     if sampling.top_k > 0:
-        allowed = values >= values[:, min(sampling.top_k, width) - 1, None]  # with all that tie with the k-th
-        total = values.masked_fill(~allowed, -torch.inf).logsumexp(-1, keepdim=True)
-    else:
-        total = scores.logsumexp(-1, keepdim=True)
-    _check_finite(total)
-    weights = (values.double() - total).exp().masked_fill(~allowed, 0)
-    wider_top_k = allowed[:, -1].clone()
-    if sampling.top_p < 1:
-        mass_before = weights.cumsum(-1) - weights
-        inside = mass_before < sampling.top_p
-        inside[:, 0] = True
-        allowed = allowed & inside
+        kth = values[:, min(sampling.top_k, width) - 1, None]
+        allowed = values >= kth  # with all that tie with the k-th
         weights = weights.masked_fill(~allowed, 0)
-    # With top-k, the mass within is only known once all that tie with the k-th are there.
-    complete = ~(wider_top_k if sampling.top_k > 0 else allowed[:, -1])
-    return weights, tokens, complete if width < vocabulary else torch.ones_like(complete)
+        total = weights.sum(-1, keepdim=True)
+    else:
+        allowed = torch.ones_like(values, dtype=torch.bool)
+        total = (scores - best).exp().sum(-1, keepdim=True, dtype=torch.float64)
+    _check_finite(total)
+    may_continue = allowed[:, -1]
+    if sampling.top_p < 1:
+        inside = weights.cumsum(-1) - weights < sampling.top_p * total
+        inside[:, 0] = True
+        weights = weights.masked_fill(~inside, 0)
+        if sampling.top_k == 0:  # with top-k, `total` itself is only known once all that tie with the k-th are there
+            may_continue = inside[:, -1]
+    return weights, tokens, ~may_continue if width < vocabulary else torch.ones_like(may_continue)
 
 
 def _check_finite(total: Tensor) -> None:
