@@ -25,7 +25,7 @@ from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.law import candidates, choose_tokens, penalise_repetition
-from firedistill.rollouts.merging import mergeable_layers, merged_adapter, merged_bytes
+from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
 from tiny import byte_tokenizer, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]
@@ -280,6 +280,31 @@ def test_merged_sampling_is_that_of_the_unmerged_model_and_follows_its_weights()
     assert by_generate(model, tokenizer, merge_adapter=True).generate(PROMPTS, GREEDY, seed=1) == merged.generate(
         PROMPTS, GREEDY, seed=1
     )
+
+
+@pytest.mark.skipif(not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="this CPU or build has no bfloat16 kernels")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_layer_is_the_plain_one(biased):
+    """Both sum in float32 and round once: what differs is the order of the sum."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(96, 200, bias=biased).bfloat16()
+    packed = PackedLinear(plain.weight, plain.bias)
+    for shape in [(1, 1, 96), (5, 1, 96), (3, 40, 96)]:
+        states = torch.randn(shape).bfloat16()
+        with torch.no_grad():
+            torch.testing.assert_close(packed(states), plain(states), rtol=2**-7, atol=2**-9)
+
+
+def test_packed_copies_are_what_a_merged_bfloat16_model_runs_on():
+    model = adapted("qwen2", dtype=torch.bfloat16)
+    packs = can_pack(model.get_output_embeddings().weight)
+    with merged_adapter(model):
+        assert sum(isinstance(module, PackedLinear) for module in model.modules()) == (2 * 7 + 1 if packs else 0)
+    float32 = adapted("qwen2", dtype=torch.bfloat16).float()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad(), merged_adapter(model):
+        merged = model(ids).logits.float()
+    torch.testing.assert_close(merged, float32(ids).logits.detach(), rtol=0.05, atol=0.3)
 
 
 def test_training_goes_on_after_merging():

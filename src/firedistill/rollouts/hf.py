@@ -27,7 +27,8 @@ class HFRolloutEngine:
     to step together (FSDP, ZeRO-3). The law is the same.
 
     With `merge_adapter` the call runs on copies `W + s B A` of the adapted projections, made from the weights of the moment and
-    dropped afterwards (`merging.py`); the base is never written to. The copies take as much memory as the projections. Their rounding
+    dropped afterwards (`merging.py`); the base is never written to. The copies take as much memory as the projections;
+    in bfloat16 on a CPU they are packed for its kernels, and so is a copy of the output projection. Their rounding
     to the type of the base makes the sampling policy differ from the unmerged one, which rounds elsewhere: on SmolLM2-135M in
     bfloat16 with a trained adapter, KL(merged || unmerged) is 1.0e-3 per token, and each of the two is 0.65e-3 away from the same
     model in float32, where they agree to 3e-9. Merging is thus no further from the exact policy than not merging.
