@@ -33,6 +33,8 @@ from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
 from firedistill.rollouts.merging import merged_adapter
 from firedistill.tasks import load_task
 
+VARIANTS = ["generate, unmerged", "generate, merged", "decode, unmerged", "decode, merged", "bare forwards, merged"]
+
 
 class GenerateEngine(HFRolloutEngine):
     """Always by `generate`."""
@@ -92,6 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--group", type=int, default=1, help="responses per prompt")
     parser.add_argument("--modes", nargs="+", default=["fixed length", "stopping"], choices=["fixed length", "stopping"])
+    parser.add_argument("--variants", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -131,11 +134,12 @@ def main() -> None:
                 for engine in engines.values():
                     engine.stop_ids = []
                 jobs["bare forwards, merged"] = partial(bare_forwards, engines["decode, merged"], prompts, law.max_new_tokens)
-            for engine in engines.values():  # the first call pays for memory and kernels
-                sampled_tokens(engine, prompts[:8], replace(law, max_new_tokens=2))
+            for name in engines.keys() & options.variants:  # the first call pays for memory and kernels
+                sampled_tokens(engines[name], prompts[:4], replace(law, max_new_tokens=2))
+            jobs = {name: job for name, job in jobs.items() if name in options.variants}
             found = measure(jobs, options.repeats, model.device)
             results[f"batch {batch}, {mode}"] = found | {"prompt_tokens": [len(p) for p in prompts]}
-            reference = found["generate, unmerged"]
+            reference = found[options.variants[0]]
             print(f"batch {batch}, {mode}, prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens")
             for name, row in found.items():
                 print(
