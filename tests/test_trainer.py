@@ -96,10 +96,11 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
     assert any(not torch.equal(start[name], value) for name, value in adapter_weights(t).items())
     if method == "fire":
-        assert all(0 < row["correct_rate"] < 1 for row in rows), "the toy task must give work to both branches"
-        assert all(row["max_bound_ratio"] <= 1 + 1e-4 for row in rows)
-        assert {"alpha_full", "alpha_outcome", "alpha_hint", "beta", "eta", "chi_active"} <= rows[-1].keys()
-        for row in rows:
+        wrong = [row for row in rows if row["correct_rate"] < 1]
+        assert wrong and any(row["correct_rate"] > 0 for row in rows), "the toy task must give work to both branches"
+        assert all(row["max_bound_ratio"] <= 1 + 1e-4 for row in wrong)
+        assert {"alpha_full", "alpha_outcome", "alpha_hint", "beta", "eta", "chi_active"} <= set().union(*rows)
+        for row in wrong:
             assert row["alpha_full"] + row["alpha_outcome"] + row["alpha_hint"] == pytest.approx(1, abs=1e-5)
     if method in {"no_attribution", "full_context", "veto", "top_d", "tropd"}:
         assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] == 0

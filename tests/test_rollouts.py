@@ -1,0 +1,337 @@
+"""The decoding loop against `generate`, the sampling law against transformers' processors, and the merged adapter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from firedistill.models.loading import add_lora
+from firedistill.models.teacher import EMATeacher
+from firedistill.rollouts.decoding import RoomyLayer, can_decode
+from firedistill.rollouts.engine import Sampling
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.law import candidates, choose_tokens, penalise_repetition
+from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
+from tiny import byte_tokenizer, random_model
+
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]
+GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
+
+
+def by_generate(*arguments, **options) -> HFRolloutEngine:
+    engine = HFRolloutEngine(*arguments, **options)
+    engine.causal_lm = None
+    return engine
+
+
+def adapted(kind="llama", size=0.3, **options):
+    model = add_lora(random_model(kind, **options))
+    generator = torch.Generator().manual_seed(3)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            p.data.normal_(std=size, generator=generator)
+    return model
+
+
+# --- the loop
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize("stops", [[2], [2, *range(60, 120)], []])
+def test_greedy_is_what_generate_says(kind, stops):
+    """Ragged prompts, one of them twice; stop tokens that end rows at different steps; limits."""
+    model, tokenizer = random_model(kind), byte_tokenizer()
+    for limits in (None, [3, 24, 1, 0, 7, 24]):
+        ours, theirs = HFRolloutEngine(model, tokenizer), by_generate(model, tokenizer)
+        assert ours.causal_lm is model
+        ours.stop_ids = theirs.stop_ids = stops
+        found, expected = (engine.generate(PROMPTS, GREEDY, seed=0, limits=limits) for engine in (ours, theirs))
+        assert found == expected
+        lengths = [len(response.token_ids) for response in found]
+        assert all(length <= limit for length, limit in zip(lengths, limits or [24] * 6, strict=True))
+        if len(stops) > 1:
+            assert len(set(lengths)) > 2 and any(response.finished for response in found)
+        if not stops:
+            assert lengths == (limits or [24] * 6) and not any(response.finished for response in found)
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_greedy_with_repetition_penalty(penalty):
+    """Without padding, which `generate` would penalise as if it were part of the prompt."""
+    model, tokenizer = random_model(), byte_tokenizer()
+    prompts = [[5, 6, 7, 8, 0], [10, 11, 12, 10, 9], [40] * 5]
+    law = Sampling(temperature=0.0, max_new_tokens=30, repetition_penalty=penalty)
+    found, expected = (e(model, tokenizer).generate(prompts, law, seed=0) for e in (HFRolloutEngine, by_generate))
+    assert found == expected
+    plain = HFRolloutEngine(model, tokenizer).generate(prompts, Sampling(temperature=0.0, max_new_tokens=30), seed=0)
+    assert plain != found
+    ragged = HFRolloutEngine(model, tokenizer).generate([*prompts, list(range(20, 60))], law, seed=0)
+    assert ragged[:3] == found, "padding is not penalised"
+
+
+def test_a_response_depends_on_neither_batch_nor_batch_size():
+    model, tokenizer = random_model(dtype=torch.float64), byte_tokenizer()
+    law = Sampling(max_new_tokens=12)
+    together, apart = (HFRolloutEngine(model, tokenizer, size).generate(PROMPTS, law, seed=3) for size in (6, 1))
+    assert together == apart
+    assert together[1] != together[4], "the same prompt twice is sampled twice"
+    alone = [HFRolloutEngine(model, tokenizer).generate([prompt], GREEDY, seed=0)[0] for prompt in PROMPTS]
+    assert HFRolloutEngine(model, tokenizer).generate(PROMPTS, GREEDY, seed=9) == alone
+
+
+def test_long_responses_outgrow_the_room_of_the_cache():
+    model, tokenizer = random_model(), byte_tokenizer()
+    law = Sampling(temperature=0.0, max_new_tokens=2 * RoomyLayer.ROOM + 9)
+    engines = HFRolloutEngine(model, tokenizer), by_generate(model, tokenizer)
+    for engine in engines:
+        engine.stop_ids = []
+    found, expected = (engine.generate(PROMPTS[:2], law, seed=0) for engine in engines)
+    assert found == expected and len(found[0].token_ids) == 2 * RoomyLayer.ROOM + 9
+
+
+def test_sliding_windows():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8, initializer_range=0.25, eos_token_id=2)
+    model = MistralForCausalLM(config).eval()
+    engines = HFRolloutEngine(model, byte_tokenizer()), by_generate(model, byte_tokenizer())
+    assert engines[0].causal_lm is model
+    found, expected = (engine.generate(PROMPTS, GREEDY, seed=0) for engine in engines)
+    assert found == expected
+
+
+def test_progress_seeds_and_what_is_put_back():
+    model, tokenizer = adapted(), byte_tokenizer()
+    model.train()
+    model.get_base_model().gradient_checkpointing_enable()
+    frozen = model.get_base_model().model.norm
+    frozen.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    engine, told, state = HFRolloutEngine(model, tokenizer, batch_size=2), [], torch.random.get_rng_state()
+    law = Sampling(max_new_tokens=20)
+    first = engine.generate(PROMPTS, law, seed=5, progress=told.append, limits=[20, 20, 0, 20, 20, 20])
+    assert told == [3, 5, 6], "the prompt without room counts as done"
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert {name: module.training for name, module in model.named_modules()} == modes and not frozen.training
+    assert first[2].token_ids == [] and not first[2].finished
+    assert engine.generate(PROMPTS, law, seed=5)[3] == first[3]
+    assert engine.generate(PROMPTS, law, seed=6) != engine.generate(PROMPTS, law, seed=5)
+    assert engine.generate([], law, seed=0) == []
+
+
+def test_who_has_to_be_generated():
+    """Recurrent states and inputs of another kind are left to the model's own `generate`, with the same interface."""
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=263, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=2))
+    assert not can_decode(mamba)
+    engine = HFRolloutEngine(mamba, byte_tokenizer())
+    assert engine.causal_lm is None
+    found = engine.generate(PROMPTS, Sampling(max_new_tokens=3), seed=0, limits=[3, 2, 1, 0, 3, 3])
+    assert [len(r.token_ids) for r in found][3] == 0 and all(len(found[i].token_ids) >= 1 for i in (0, 1, 2, 4, 5))
+    assert can_decode(GPT2LMHeadModel(GPT2Config(vocab_size=263, n_embd=16, n_layer=1, n_head=2)))
+
+    class OwnInputs(type(random_model())):
+        def prepare_inputs_for_generation(self, *arguments, **options):
+            return super().prepare_inputs_for_generation(*arguments, **options)
+
+    assert not can_decode(OwnInputs(random_model().config))
+
+
+def test_a_model_that_is_not_finite_is_refused():
+    model = random_model()
+    model.model.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        HFRolloutEngine(model, byte_tokenizer()).generate([[5]], Sampling(max_new_tokens=2), seed=0)
+    assert model.training
+
+
+# --- the law
+
+
+def scores_of_many_kinds() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(12, 700, generator=generator)
+    return torch.cat(
+        [
+            noise[:4] * 4,
+            noise[4:8] * 0.01,  # flat: a nucleus far wider than the first candidates
+            (noise[8:10] * 2).round(),  # ties everywhere
+            torch.zeros(1, 700),
+            noise[11:].masked_fill(torch.arange(700) % 7 > 0, -torch.inf),
+        ]
+    )
+
+
+def full_law(scores: torch.Tensor, sampling: Sampling, width: int) -> torch.Tensor:
+    """`[B, V]` probabilities, widened as the draw does."""
+    probabilities = torch.zeros(scores.shape, dtype=torch.float64)
+    rows = torch.arange(len(scores))
+    while len(rows):
+        weights, tokens, complete = candidates(scores[rows] / sampling.temperature, sampling, width)
+        full = torch.zeros(len(rows), scores.shape[-1], dtype=torch.float64).scatter_(-1, tokens, weights)
+        probabilities[rows[complete]] = (full / full.sum(-1, keepdim=True))[complete]
+        rows, width = rows[~complete], 16 * width
+    return probabilities
+
+
+@pytest.mark.parametrize("width", [4, 128, 700])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 200, 699, 5000])
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
+def test_the_law_is_that_of_the_warpers(top_p, top_k, width):
+    scores, temperature = scores_of_many_kinds(), 0.7
+    warpers = [TemperatureLogitsWarper(temperature)]
+    if top_k:
+        warpers.append(TopKLogitsWarper(min(top_k, 700)))
+    if top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    expected = LogitsProcessorList(warpers)(torch.zeros(12, 1, dtype=torch.long), scores.clone()).softmax(-1).double()
+    found = full_law(scores, Sampling(temperature=temperature, top_p=top_p, top_k=top_k), max(width, top_k + 1))
+    # Among tokens of equal score at the border it is open which are in: there only the probabilities are compared, not whose.
+    tied = [8, 9, 10]
+    others = [row for row in range(12) if row not in tied]
+    torch.testing.assert_close(found[others], expected[others], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(found[tied].sort(-1).values, expected[tied].sort(-1).values, rtol=1e-4, atol=1e-7)
+    allowed = found[tied] > 0
+    smallest = scores[tied].masked_fill(~allowed, torch.inf).amin(-1, keepdim=True)
+    assert not ((scores[tied] > smallest) & ~allowed).any(), "whatever scores higher than an allowed token is allowed"
+
+
+def test_the_repetition_penalty_is_that_of_the_processor():
+    scores, ids = scores_of_many_kinds(), torch.randint(0, 700, (12, 40), generator=torch.Generator().manual_seed(1))
+    seen = torch.zeros(12, 700, dtype=torch.bool).scatter_(-1, ids, True)
+    for penalty in (1.2, 0.8):
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, scores.clone())
+        torch.testing.assert_close(penalise_repetition(scores, seen, penalty), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("top_p, top_k", [(1.0, 0), (0.9, 0), (0.9, 30), (1.0, 4)])
+def test_the_draw_inverts_the_distribution_function(top_p, top_k):
+    """Evenly spaced numbers fall on each token as often as its probability says, to within two; excluded tokens are never drawn."""
+    law, count = Sampling(temperature=0.7, top_p=top_p, top_k=top_k), 20_000
+    uniforms = torch.arange(count, dtype=torch.float64) / count
+    uniforms[-1] = 1 - 2**-53
+    for scores in scores_of_many_kinds()[[0, 5, 10, 11]]:
+        expected = full_law(scores[None], law, 128)[0]
+        chosen = torch.cat([choose_tokens(scores.expand(len(part), -1), law, part) for part in uniforms.split(2000)])
+        found = torch.bincount(chosen, minlength=700)
+        assert found[expected == 0].sum() == 0
+        assert (found - count * expected).abs().max() <= 2
+
+
+# --- the merged adapter
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_lends_and_puts_back(dtype):
+    model = adapted("qwen2", dtype=dtype)
+    modules, tensors = dict(model.named_modules()), {name: p.clone() for name, p in model.named_parameters()}
+    owners = {name: (p, p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        unmerged = model(ids).logits
+        with merged_adapter(model):
+            assert not mergeable_layers(model), "no adapted layer is left"
+            merged = model(ids).logits
+        again = model(ids).logits
+        with model.disable_adapter():
+            base = model(ids).logits
+    if dtype == torch.float32:
+        torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
+    assert (base - unmerged).abs().max() > 1 and torch.equal(again, unmerged)
+    with pytest.raises(RuntimeError, match="on the way"), merged_adapter(model):
+        raise RuntimeError("on the way")
+    assert dict(model.named_modules()) == modules
+    for name, p in model.named_parameters():
+        assert (p, p.data_ptr(), p.requires_grad) == (owners[name][0], *owners[name][1:])
+        assert torch.equal(p, tensors[name])
+    assert merged_bytes(model) == sum(p.nbytes for name, p in tensors.items() if name.endswith("base_layer.weight"))
+
+
+def test_merged_sampling_is_that_of_the_unmerged_model_and_follows_its_weights():
+    """In float64 both round alike; the student is updated in place, the teacher lends its weights."""
+    model, tokenizer = adapted(dtype=torch.float64), byte_tokenizer()
+    model.double()
+    teacher, law = EMATeacher(model, 0.5), Sampling(max_new_tokens=15)
+    merged, unmerged = (HFRolloutEngine(model, tokenizer, merge_adapter=choice) for choice in (True, False))
+    first = merged.generate(PROMPTS, law, seed=1)
+    assert merged.causal_lm is model.get_base_model() and first == unmerged.generate(PROMPTS, law, seed=1)
+    with torch.no_grad():
+        for p in teacher.parameters.values():
+            p.add_(0.2)
+    moved = merged.generate(PROMPTS, law, seed=1)
+    assert moved != first and moved == unmerged.generate(PROMPTS, law, seed=1)
+    with teacher.applied():
+        assert merged.generate(PROMPTS, law, seed=1) == first
+    assert merged.generate(PROMPTS, law, seed=1) == moved
+    assert by_generate(model, tokenizer, merge_adapter=True).generate(PROMPTS, GREEDY, seed=1) == merged.generate(
+        PROMPTS, GREEDY, seed=1
+    )
+
+
+@pytest.mark.skipif(not can_pack(torch.zeros(1, 1, dtype=torch.bfloat16)), reason="this CPU or build has no bfloat16 kernels")
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_packed_layer_is_the_plain_one(biased):
+    """Both sum in float32 and round once: what differs is the order of the sum."""
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(96, 200, bias=biased).bfloat16()
+    packed = PackedLinear(plain.weight, plain.bias)
+    for shape in [(1, 1, 96), (5, 1, 96), (3, 40, 96)]:
+        states = torch.randn(shape).bfloat16()
+        with torch.no_grad():
+            torch.testing.assert_close(packed(states), plain(states), rtol=2**-7, atol=2**-9)
+
+
+def test_packed_copies_are_what_a_merged_bfloat16_model_runs_on():
+    model = adapted("qwen2", dtype=torch.bfloat16)
+    packs = can_pack(model.get_output_embeddings().weight)
+    with merged_adapter(model):
+        assert sum(isinstance(module, PackedLinear) for module in model.modules()) == (2 * 7 + 1 if packs else 0)
+    float32 = adapted("qwen2", dtype=torch.bfloat16).float()
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad(), merged_adapter(model):
+        merged = model(ids).logits.float()
+    torch.testing.assert_close(merged, float32(ids).logits.detach(), rtol=0.05, atol=0.3)
+
+
+def test_training_goes_on_after_merging():
+    model = adapted()
+    HFRolloutEngine(model, byte_tokenizer(), merge_adapter=True).generate(PROMPTS, GREEDY, seed=0)
+    model(torch.arange(5, 25)[None]).logits.square().sum().backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
+
+
+def test_what_cannot_be_merged_runs_unmerged():
+    """Here DoRA; quantised layers are of other classes than the plain one, too."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
+    model = get_peft_model(random_model(), config)
+    assert mergeable_layers(model) == [] and merged_bytes(model) == 0
+    found, expected = (
+        HFRolloutEngine(model, byte_tokenizer(), merge_adapter=choice).generate(PROMPTS, GREEDY, seed=0)
+        for choice in (True, False)
+    )
+    assert found == expected
+    plain = adapted()
+    assert len(mergeable_layers(plain)) == 2 * 7
+    with plain.disable_adapter():
+        assert mergeable_layers(plain) == []
+
+
+def test_when_merging_pays():
+    engine = HFRolloutEngine(adapted(), byte_tokenizer())
+    assert not engine._merges(1) and engine._merges(200)
+    assert HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=True)._merges(1)
+    assert not HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=False)._merges(200)
