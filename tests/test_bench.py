@@ -47,7 +47,7 @@ def results(tmp_path_factory):
 
 
 SIDES = {
-    "fire_head": {fire_head.LITERAL, fire_head.FUSED, fire_head.LAZY, fire_head.FULL_CONTEXT},
+    "fire_head": set(fire_head.EVERY),
     "teacher_views": {"one pass per view", "shared prefixes"},
     "step": {"full context", "fire"},
     "fields": {"full context", "fire", "fire, one pass per view"},

@@ -27,7 +27,7 @@ class Sizes:
     prompt: int = 150
     field_words: int = 90
     fields: tuple[int, ...] = (1, 2, 4, 8)
-    responses: tuple[int, ...] = (300, 300)
+    responses: tuple[int, ...] = (200,)
     model: ModelSizes = field(default_factory=ModelSizes)
     repeats: int = 3
     memory: bool = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from firedistill.benchmarks import harness
 from firedistill.ops import Head, fire_head_loss
-from firedistill.ops.fire_head import FireHeadOutput
+from firedistill.ops.fire_head import CHUNK_ELEMENTS, FireHeadOutput
 
 TITLE = "Head and loss, forward and backward, from the last hidden states"
 
@@ -32,19 +33,19 @@ class Sizes:
         repeats: timed runs per variant at the base point, and at the other points.
     """
 
-    tokens: int = 128
+    tokens: int = 220
     vocabulary: int = 151_936
     width: int = 1536
     fields: int = 4
     dtype: str = "bfloat16"
     over: tuple[float, ...] = (0.0, 0.1, 1.0)
-    token_sweep: tuple[int, ...] = (32, 64, 128, 256, 512)
+    token_sweep: tuple[int, ...] = (55, 110, 220, 440, 880)
     vocabulary_sweep: tuple[int, ...] = (32_768, 65_536, 151_936)
     field_sweep: tuple[int, ...] = (1, 2, 4, 8)
     whole_step: int = 8 * 384
     whole_step_over: float = 0.1
     whole_step_repeats: int = 1
-    literal_tokens: tuple[int, ...] = (32, 64)
+    literal_tokens: tuple[int, ...] = (55, 110)
     repeats: int = 5
     sweep_repeats: int = 1
 
@@ -80,6 +81,7 @@ class Setting:
     student: Tensor
     full: Tensor
     without: Tensor
+    over: float
     step_scale: float = 1.0
 
     @property
@@ -98,15 +100,23 @@ def make_setting(tokens: int, vocabulary: int, width: int, fields: int, dtype: s
     def noise(*shape: int, size: float = 1.0) -> Tensor:
         return (size * torch.randn(*shape, generator=generator)).to(device, getattr(torch, dtype))
 
-    weight = torch.cat([noise(min(8192, vocabulary - start), width, size=0.05) for start in range(0, vocabulary, 8192)])
+    weight = output_embedding(vocabulary, width, dtype, device)
     student = noise(tokens, width)
     full = student + noise(tokens, width, size=0.3)
     without = full + noise(fields, tokens, width, size=0.2)
-    setting = Setting(Head.of_weight(weight), student.requires_grad_(), full.detach(), without.detach())
+    setting = Setting(Head.of_weight(weight), student.requires_grad_(), full.detach(), without.detach(), over)
     with torch.no_grad():
         output = fused(setting, attribution=False)
     setting.step_scale = step_scale_for(over, output.energy.sqrt() / output.rho)
     return setting
+
+
+@lru_cache(maxsize=1)  # takes seconds to draw
+def output_embedding(vocabulary: int, width: int, dtype: str, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    blocks = [min(8192, vocabulary - start) for start in range(0, vocabulary, 8192)]
+    draws = (0.05 * torch.randn(rows, width, generator=generator) for rows in blocks)
+    return torch.cat([draw.to(device, getattr(torch, dtype)) for draw in draws])
 
 
 def step_scale_for(share: float, excess: Tensor) -> float:
@@ -183,19 +193,38 @@ def run_fused(setting: Setting, **more) -> Tensor:
     return loss.detach()
 
 
+def run_products(setting: Setting) -> None:
+    """The floor: only the matrix products with the head that every arrangement needs, in chunks of the size of `fire_head_loss`.
+
+    Forward for the student, the full teacher and, where the radius is violated, each view; backward once.
+    """
+    size = max(1, CHUNK_ELEMENTS // setting.head.vocabulary_size)
+    for start in range(0, len(setting.student), size):
+        states = setting.student[start : start + size]
+        products = setting.head.project(states)
+        with torch.no_grad():
+            setting.head.project(setting.full[start : start + size])
+            over = round(setting.over * len(states))
+            if over:
+                setting.head.project(setting.without[:, start : start + over].flatten(0, 1))
+        torch.autograd.grad(products, [states], products.detach())
+
+
 # By name, what does one forward and backward pass and answers the loss. "asked for when needed" is how training calls it: the states
 # without a field are read once the violations are known, and the tokens that have one are projected again.
-VARIANTS: dict[str, Callable[[Setting], Tensor]] = {
+VARIANTS: dict[str, Callable[[Setting], Tensor | None]] = {
     "literal equations": run_literal,
     "literal equations, unchunked": lambda setting: run_literal(setting, chunk=len(setting.student)),
     "fire_head_loss": run_fused,
     "fire_head_loss, views asked for when needed": lambda setting: run_fused(setting, lazy=True),
     "full context": lambda setting: run_fused(setting, attribution=False, projection=False),
+    "matrix products alone": run_products,
 }
-LITERAL, UNCHUNKED, FUSED, LAZY, FULL_CONTEXT = VARIANTS
+LITERAL, UNCHUNKED, FUSED, LAZY, FULL_CONTEXT, PRODUCTS = VARIANTS
+EVERY = (LITERAL, FUSED, LAZY, FULL_CONTEXT, PRODUCTS)
 
 
-def prepared(variants: tuple[str, ...], *size) -> dict[str, Callable[[], Tensor]]:
+def prepared(variants: tuple[str, ...], *size) -> dict[str, Callable[[], Tensor | None]]:
     """The functions whose memory is measured."""
     setting = make_setting(*size)
     return {variant: lambda variant=variant: VARIANTS[variant](setting) for variant in variants}
@@ -217,17 +246,17 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
 
     repeats = options.repeats or sizes.repeats
     for over in sizes.over:
-        yield from timed(size(over=over), (LITERAL, FUSED, LAZY, FULL_CONTEXT), repeats, warm_up=True)
+        yield from timed(size(over=over), EVERY, repeats, warm_up=True)
     if sizes.whole_step:
         whole = size(tokens=sizes.whole_step, over=sizes.whole_step_over)
-        yield from timed(whole, (LITERAL, FUSED, LAZY, FULL_CONTEXT), sizes.whole_step_repeats, warm_up=False)
+        yield from timed(whole, EVERY, sizes.whole_step_repeats, warm_up=False)
         yield from harness.memory_rows(case_of(whole), prepared, (FUSED,), *whole)
     around = {
         *(size(tokens=tokens) for tokens in sizes.token_sweep),
         *(size(vocabulary=vocabulary) for vocabulary in sizes.vocabulary_sweep),
         *(size(fields=fields) for fields in sizes.field_sweep),
     }
-    for point in sorted(around):
+    for point in sorted(around, key=lambda point: (-point[1], point)):
         if point != size() or 1.0 not in sizes.over:  # else it was timed above
             yield from timed(point, (LITERAL, FUSED, FULL_CONTEXT), sizes.sweep_repeats, warm_up=False)
         unchunked = (UNCHUNKED,) if point[0] in sizes.literal_tokens else ()

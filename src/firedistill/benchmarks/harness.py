@@ -129,7 +129,10 @@ def peak_mib(factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments
 
 
 def _peaks_mib(threads: int, factory: Callable[..., Mapping[str, Callable[[], Any]]], arguments: tuple) -> dict:
+    from firedistill.cli import quiet_libraries
+
     torch.set_num_threads(threads)
+    quiet_libraries()
     return {variant: _peak_mib(function) for variant, function in factory(*arguments).items()}
 
 
@@ -179,14 +182,15 @@ def processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def result(name: str, title: str, settings: Any, options: Options, found: Iterable[Row], machine: Mapping[str, Any]) -> Row:
+def result(name: str, title: str, sizes: Any, options: Options, found: Iterable[Row], machine: Mapping[str, Any]) -> Row:
     """What is written as JSON. Of a model only its last name is kept."""
-    chosen = {"model": Path(options.model).name if options.model else "random", "device": options.device}
+    chosen = dataclasses.asdict(options) | {"model": Path(options.model).name if options.model else "random"}
     return {
         "benchmark": name,
         "title": title,
         "hardware": dict(machine),
-        "settings": dataclasses.asdict(settings) | chosen,
+        "options": chosen,
+        "sizes": dataclasses.asdict(sizes),
         "rows": list(found),
     }
 

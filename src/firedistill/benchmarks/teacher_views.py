@@ -19,13 +19,14 @@ TITLE = "Teacher views: shared prefixes against one forward pass per view"
 class Sizes:
     """
     Attributes:
-        steps: per response length, a step with one response per order of fields.
+        prompt: tokens of a student prompt.
         orders: feedback fields in words, from the first to the last: prefixes save most where the last ones are short.
+        responses: lengths in tokens; each is a case of its own.
     """
 
     prompt: int = 150
     orders: tuple[tuple[int, ...], ...] = ((60, 100, 145, 190), (190, 145, 100, 60))
-    responses: tuple[int, ...] = (200, 384)
+    responses: tuple[int, ...] = (300,)
     model: ModelSizes = field(default_factory=ModelSizes)
     repeats: int = 5
 
