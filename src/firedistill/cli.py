@@ -1,4 +1,4 @@
-"""The command line: `firedistill warmstart | train | eval | inspect | report`."""
+"""The command line: `firedistill warmstart | train | eval | inspect | report | bench`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ examples:
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill report runs/a runs/b -o curves.png
+  firedistill bench --quick
 
 FIREDISTILL_TRACEBACK=1 in the environment shows where in the program an error came from.
 """
@@ -186,6 +187,46 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
     return 0
 
 
+def bench_command(arguments: Sequence[str], console: Console) -> int:
+    """Measure what the package costs on this machine."""
+    from firedistill.benchmarks import BENCHMARKS, load_benchmark
+    from firedistill.benchmarks.harness import Options, hardware, result, table, write
+
+    parser = argparse.ArgumentParser(
+        prog="firedistill bench", description="Times and memory on this machine; both sides of each comparison take turns."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all of them if none is given")
+    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute on two cores")
+    parser.add_argument("--model", help="hub id or folder of an instruct model; a random one if not given")
+    parser.add_argument("--repeats", type=int, help="timed runs of each side")
+    parser.add_argument("--threads", type=int, help="processor threads; by default what PyTorch chooses")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("-o", "--output", default="bench", help="folder for a .json and a .png per benchmark (bench)")
+    options = parser.parse_args(list(arguments))
+    for name, value in (("repeats", options.repeats), ("threads", options.threads)):
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; expected 1 or more")
+    benchmarks = {name: load_benchmark(name) for name in options.names or BENCHMARKS}
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    quiet_libraries()
+    chosen = Options(options.model, options.repeats, options.device)
+    for name, benchmark in benchmarks.items():
+        sizes = benchmark.SIZES["quick" if options.quick else "full"]
+        machine, rows = hardware(), []
+        with console.status(name) as status:
+            for row in benchmark.run(sizes, chosen):
+                rows.append(row)
+                status.update(f"{name}: {len(rows)} measurements")
+        found = result(name, benchmark.TITLE, sizes, chosen, rows, machine)
+        console.print(table(found))
+        for path in write(found, Path(options.output), benchmark.sweeps(sizes)):
+            console.print(f"wrote {path}", soft_wrap=True)
+    return 0
+
+
 COMMANDS = {
     "warmstart": (
         warmstart_command,
@@ -195,6 +236,7 @@ COMMANDS = {
     "eval": (eval_command, "greedy accuracy on held-out problems"),
     "inspect": (inspect_command, "one example: prompts, response, feedback, and a per-token table"),
     "report": (report_command, "the curves of runs as a picture"),
+    "bench": (bench_command, "what the package costs on this machine: times and memory"),
 }
 
 

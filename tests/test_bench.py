@@ -1,0 +1,163 @@
+"""The benchmarks: every one of them runs at tiny sizes, compares like with like, and says what it measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+
+import pytest
+import torch
+
+from firedistill import cli
+from firedistill.benchmarks import BENCHMARKS, fields, fire_head, harness, load_benchmark, prescribed, step, teacher_views
+
+MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
+STEP = prescribed.StepSizes(prompt=30, fields=(5, 9), responses=tuple(range(4, 14)), micro_batch=2)
+TINY = {
+    "fire_head": fire_head.Sizes(
+        tokens=6,
+        vocabulary=50,
+        width=8,
+        fields=2,
+        over=(0.5, 1.0),
+        token_sweep=(6,),
+        vocabulary_sweep=(50,),
+        field_sweep=(2,),
+        whole_step=9,
+        literal_tokens=(),
+        repeats=2,
+    ),
+    "teacher_views": teacher_views.Sizes(prompt=30, orders=((5, 9), (9, 5)), responses=(7,), model=MODEL, repeats=2),
+    "step": step.Sizes(step=STEP, over=(0.1,), model=MODEL, repeats=1),
+    "fields": fields.Sizes(prompt=30, field_words=5, fields=(1, 2), responses=(6, 6), model=MODEL, repeats=1, memory=False),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What `firedistill bench --quick` leaves, by benchmark."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, sizes in TINY.items():
+            patch.setitem(load_benchmark(name).SIZES, "quick", sizes)
+        assert cli.main(["bench", "--quick", "-o", str(folder)]) == 0
+    assert {path.name for path in folder.iterdir()} == {f"{name}.{kind}" for name in TINY for kind in ("json", "png")}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in TINY}
+
+
+SIDES = {
+    "fire_head": set(fire_head.EVERY),
+    "teacher_views": {"one pass per view", "shared prefixes"},
+    "step": {"full context", "fire"},
+    "fields": {"full context", "fire", "fire, one pass per view"},
+}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_benchmark_leaves_finite_medians_of_both_sides(results, name):
+    assert set(TINY) == set(BENCHMARKS)
+    timed = [row for row in results[name]["rows"] if "seconds" in row]
+    assert {row["variant"] for row in timed} == SIDES[name]
+    for row in timed:
+        for times in (row["seconds"], row["processor_seconds"]):
+            assert 0 <= times["min"] <= times["median"] <= times["max"] < math.inf
+        assert row["seconds"]["median"] > 0
+        assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("relative", "relative_processor"))
+    cases = {harness.case_name(row["case"]) for row in timed}
+    for case in cases:  # both sides of each, the baseline first
+        of_case = [row for row in timed if harness.case_name(row["case"]) == case]
+        assert len(of_case) == len(SIDES[name]) and of_case[0]["relative"] == 1.0
+
+
+def test_the_hardware_is_told_without_the_name_of_the_machine(results):
+    for result in results.values():
+        hardware = result["hardware"]
+        assert hardware["threads"] == torch.get_num_threads() and hardware["torch"] == torch.__version__
+        assert hardware["processor"] is not None and hardware["processors"] >= 1
+        text = json.dumps(result)
+        assert str(prescribed.__file__) not in text and "/tmp" not in text
+        assert platform.node() not in text or len(platform.node()) < 4
+
+
+def test_memory_is_that_of_a_process_of_its_own(results):
+    peaks = [row["peak_mib"] for row in results["fire_head"]["rows"] if "peak_mib" in row]
+    assert len(peaks) == 3  # both sides, and the whole step
+    assert all(peak is None or 0 <= peak < 500 for peak in peaks)
+    held = harness.peak_mib(hold, 64, 16)
+    assert held == {64: None, 16: None} or (60 < held[64] < 90 and 12 < held[16] < 40)
+
+
+def hold(*sizes: int):
+    """Functions that fill so many MiB and give them back."""
+    return {mib: lambda mib=mib: float(torch.ones(mib, 2**18).sum()) for mib in sizes}
+
+
+def test_the_two_sides_of_the_head_do_the_same():
+    setting = fire_head.make_setting(12, 60, 8, 3, "float32", 0.5, "cpu")
+    losses, gradients = [], []
+    for variant in (fire_head.LITERAL, fire_head.UNCHUNKED, fire_head.FUSED, fire_head.LAZY):
+        losses.append(fire_head.VARIANTS[variant](setting))
+        gradients.append(setting.student.grad.clone())
+    for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(loss, losses[0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-6)
+    over = (fire_head.fused(setting).chi > 0).float().mean()
+    assert over == 0.5
+
+
+def test_one_response_in_ten_is_over_the_radius():
+    steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
+    steps.set_over(0.1)
+    assert steps.step_scale >= 1
+    counts = [int((tokens > 1 / steps.step_scale).sum()) for tokens in steps.excess(*steps.states())]
+    assert sum(count > 0 for count in counts) == 1
+    steps.step("fire")
+    tokens = sum(STEP.responses)
+    assert steps.facts()["tokens_over_radius"] == pytest.approx(sum(counts) / tokens)
+    fire = steps.facts()
+    steps.step("full_context")
+    full = steps.facts()
+    steps.set_over(1.0, of_tokens=True)
+    steps.step("fire")
+    assert steps.facts()["tokens_over_radius"] == 1
+    # Two views more are read of one response out of ten, then of all ten.
+    one, all_ten = (facts["teacher_tokens"] - full["teacher_tokens"] for facts in (fire, steps.facts()))
+    assert 5 * one < all_ten < 20 * one
+    rollouts = steps.rollouts()
+    assert full["teacher_tokens"] == sum(steps.trainer.view_tokens(rollout, "full") for rollout in rollouts)
+
+
+def test_a_repeated_step_is_the_same_step():
+    steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
+    steps.set_over(1.0, of_tokens=True)
+    seen = []
+    for share_prefixes in (True, False, True):
+        steps.step("fire", share_prefixes)
+        log = steps.trainer.step_log
+        seen.append((float(log.loss), log.grad_norms[0], steps.facts()["teacher_tokens"]))
+    assert seen[0] == seen[2] and seen[0][1] > 0
+    assert seen[1][:2] == pytest.approx(seen[0][:2], rel=0.05)  # one pass per view gives the same up to bfloat16
+    assert seen[1][2] > seen[0][2]
+
+
+def test_the_relative_time_is_of_the_same_turn(monkeypatch):
+    """Turn by turn the second side takes half the time of the first, however slow the machine is in that turn."""
+    clock = iter([0.0, 2.0, 10.0, 11.0, 20.0, 28.0, 30.0, 34.0])
+    monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
+    first, second = harness.rows({}, {"a": lambda: None, "b": lambda: None}, 2, warm_up=False)
+    assert first["seconds"] == {"median": 5.0, "min": 2.0, "max": 8.0} and first["relative"] == 1.0
+    assert second["seconds"] == {"median": 2.5, "min": 1.0, "max": 4.0} and second["relative"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["fire_heads"], "unknown benchmark 'fire_heads'; known are fire_head, teacher_views, step, fields"),
+        (["step", "--repeats", "0"], "--repeats is 0"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, message, capsys, tmp_path):
+    assert cli.main(["bench", *arguments, "-o", str(tmp_path / "out")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
