@@ -19,8 +19,8 @@ from torch import Tensor
 from firedistill.ops.fire_head import _FireHead
 from firedistill.ops.fused_head import Head
 
-# Tokens of the vocabulary at once, and warps of a program. Four tokens per thread cost at most 64 registers, so that two programs fit
-# on a multiprocessor (ptxas for sm_90; no other choice of 8 to 32 warps came below). Not tuned by the clock.
+# Tokens of the vocabulary at once, and warps of a program. Without a softcap, four tokens per thread cost at most 64 registers (ptxas
+# for sm_90), so that two programs fit on a multiprocessor; eight cost over 100. Not tuned by the clock.
 BLOCK = 2048
 WARPS = 16
 
