@@ -9,10 +9,14 @@ things make the difference:
 - Other views are projected only at tokens where the full teacher violates the radius, since they matter nowhere else.
 - Many tokens are projected at once, which is what a matrix product likes, but only a few rows at a time are turned into
   distributions, which then stay in the cache. The gradient takes the place of the logits it belongs to.
+
+What happens to the rows between the matrix products is written down twice: here in plain PyTorch, and as a few Triton kernels in
+`firedistill.ops.triton_fire_head`, which a GPU runs instead.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -27,6 +31,10 @@ CHUNK_ELEMENTS = 2**25
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
+
+# What turns rows into statistics and gradients: "torch", "triton", or "auto" for Triton on a GPU and PyTorch elsewhere. Triton on a CPU
+# is its interpreter (TRITON_INTERPRET=1), for tests.
+KERNELS = os.environ.get("FIREDISTILL_KERNELS", "auto")
 
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
@@ -125,9 +133,10 @@ def fire_head_loss(
         raise ValueError(
             f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden has {len(teacher_hidden)} rows and loo_hidden {rows}"
         )
-    op = _FireHead(
+    teacher_head = teacher_head or head
+    op = row_arithmetic(hidden, head, teacher_head)(
         head=head,
-        teacher_head=teacher_head or head,
+        teacher_head=teacher_head,
         hidden=hidden,
         token_weights=token_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)),
         step_scale=step_scale,
@@ -138,15 +147,42 @@ def fire_head_loss(
         block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
         differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.cuda.device_of(hidden):
         op.correct_branch(correct.nonzero().flatten(), token_ids)
         op.incorrect_branch(wrong, teacher_hidden, loo_hidden)
     return op.output()
 
 
+def row_arithmetic(hidden: Tensor, head: Head, teacher_head: Head) -> type[_FireHead]:
+    """`_FireHead`, or its subclass whose rows are handled by Triton kernels.
+
+    The kernels know 16-bit and 32-bit floats, and heads whose logits are those of `Head`. Everything else is PyTorch's.
+
+    Raises:
+        ValueError: `KERNELS` is none of "auto", "torch" and "triton".
+        ImportError: it is "triton", which is not installed.
+    """
+    if KERNELS not in ("auto", "torch", "triton"):
+        raise ValueError(f'FIREDISTILL_KERNELS is "{KERNELS}"; expected "auto", "torch" or "triton"')
+    usual = hidden.dtype != torch.float64 and all(type(h).logits is Head.logits for h in (head, teacher_head))
+    if KERNELS == "torch" or not usual or (KERNELS == "auto" and not hidden.is_cuda):
+        return _FireHead
+    try:
+        from firedistill.ops.triton_fire_head import TritonFireHead
+    except ImportError:
+        if KERNELS == "triton":
+            raise
+        return _FireHead
+    return TritonFireHead
+
+
 @dataclass
 class _FireHead:
-    """One evaluation of the op: its settings, and the statistics and gradients that it collects."""
+    """One evaluation of the op: its settings, and the statistics and gradients that it collects.
+
+    `correct_rows`, `full_teacher` and `attributed_rows` turn products with the heads into statistics and gradients. A subclass may do
+    so in its own way.
+    """
 
     head: Head
     teacher_head: Head
@@ -171,16 +207,7 @@ class _FireHead:
     def correct_branch(self, tokens: Tensor, token_ids: Tensor) -> None:
         """Fisher-weighted on-policy SFT (eq. fire_correct)."""
         for part, products in self.projected(tokens):
-            for rows in self.blocks(products):
-                here = tokens[part][rows]
-                student, y = self.student(products[rows]), token_ids[here].unsqueeze(-1)
-                log_p_y = student.log_p(y).squeeze(-1)
-                gradient = student.p.scatter_(-1, y, 0.0)
-                gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
-                norm = gradient.square().sum(-1).sqrt()
-                beta = contraction(norm, student.rho)
-                self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
-                self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
+            self.correct_rows(tokens[part], products, token_ids[tokens[part]])
 
     def incorrect_branch(self, wrong: Tensor, teacher_hidden: Tensor, loo_hidden: FieldStates | None) -> None:
         """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
@@ -204,6 +231,14 @@ class _FireHead:
                 every = torch.arange(len(products), device=products.device)
                 self.attribute(wrong[over[part]], products, full, every, without[:, part])
 
+    def attribute(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, without: Tensor) -> None:
+        """Leave-one-field-out attribution at the K rows `over`; `without` `[B, K, H]` holds the teacher's states without field j."""
+        fields, group_size = len(without), max(1, self.chunk_size // max(1, len(without)))
+        for start in range(0, len(over), group_size):
+            group, states = over[start : start + group_size], without[:, start : start + group_size]
+            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
+            self.attributed_rows(tokens, products, full, group, views)
+
     def start_attribution(self, wrong: Tensor, fields: int) -> None:
         """All weight on the full teacher until the other views were read."""
         alpha, self.statistics["field_energy"] = (
@@ -213,8 +248,24 @@ class _FireHead:
         alpha[0, wrong], alpha[1:, wrong] = 1.0, 0.0
         self.statistics["alpha"] = alpha
 
+    def correct_rows(self, tokens: Tensor, products: Tensor, token_ids: Tensor) -> None:
+        """Correct branch of the C tokens `tokens` with `products` `[C, V]`, whose sampled tokens are `token_ids` `[C]`."""
+        for rows in self.blocks(products):
+            here, y = tokens[rows], token_ids[rows].unsqueeze(-1)
+            student = self.student(products[rows])
+            log_p_y = student.log_p(y).squeeze(-1)
+            gradient = student.p.scatter_(-1, y, 0.0)
+            gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
+            norm = gradient.square().sum(-1).sqrt()
+            beta = contraction(norm, student.rho)
+            self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
+            self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
+
     def full_teacher(self, tokens: Tensor, products: Tensor, full: Tensor) -> Tensor:
-        """All that the full teacher alone decides. Finishes the rows that need no other view and answers which ones do."""
+        """All that the full teacher alone decides. Finishes the rows that need no other view and answers which ones do.
+
+        `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`.
+        """
         over = []
         for rows in self.blocks(products):
             here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
@@ -234,34 +285,30 @@ class _FireHead:
             over.append(rows[~done])
         return torch.cat(over)
 
-    def attribute(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, without: Tensor) -> None:
-        """Leave-one-field-out attribution at the K rows `over`; `without` `[B, K, H]` holds the teacher's states without field j."""
-        fields, group_size = len(without), max(1, self.chunk_size // max(1, len(without)))
-        for start in range(0, len(over), group_size):
-            group, states = over[start : start + group_size], without[:, start : start + group_size]
-            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
-            for block in self.blocks(group):
-                rows, here = group[block], tokens[group[block]]
-                student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
-                # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
-                # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
-                shift = torch.zeros_like(log_q_c)
-                evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
-                for j, view in enumerate(views):
-                    residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
-                    field_energy = (student.p * residual).square_().sum(-1)
-                    self.statistics["field_energy"][j, here] = field_energy
-                    evidence.append(self.statistics["chi"][here] * field_energy)
-                    shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
-                alpha = torch.stack(evidence) / sum(evidence)
-                shift /= sum(evidence).unsqueeze(-1)
-                ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
-                gradient = student.p * ratio
-                norm = gradient.square().sum(-1).sqrt()
-                eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
-                self.record(here, eta=eta, alpha=alpha)
-                loss = student.divergence(ratio, eta, log_q_c.add_(shift))
-                self.finish(products, rows, here, student, gradient, norm, eta, loss)
+    def attributed_rows(self, tokens: Tensor, products: Tensor, full: Tensor, group: Tensor, views: Tensor) -> None:
+        """Attribution at the K rows `group`, given the teacher's products without each field, `views` `[B, K, V]`."""
+        for block in self.blocks(group):
+            rows, here = group[block], tokens[group[block]]
+            student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
+            # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
+            # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
+            shift = torch.zeros_like(log_q_c)
+            evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
+            for j, view in enumerate(views):
+                residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
+                field_energy = (student.p * residual).square_().sum(-1)
+                self.statistics["field_energy"][j, here] = field_energy
+                evidence.append(self.statistics["chi"][here] * field_energy)
+                shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
+            alpha = torch.stack(evidence) / sum(evidence)
+            shift /= sum(evidence).unsqueeze(-1)
+            ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
+            gradient = student.p * ratio
+            norm = gradient.square().sum(-1).sqrt()
+            eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
+            self.record(here, eta=eta, alpha=alpha)
+            loss = student.divergence(ratio, eta, log_q_c.add_(shift))
+            self.finish(products, rows, here, student, gradient, norm, eta, loss)
 
     def finish(
         self,
