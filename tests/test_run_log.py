@@ -127,6 +127,8 @@ def test_the_rollout_files_of_a_run_are_one_table(tmp_path):
         "well_formed": False,
         "finished": True,
         "response_tokens": 3,
+        "prefix_tokens": 0,
+        "draft_tokens": 0,
         "trained": True,
         "feedback": [],
     }

@@ -33,8 +33,9 @@ BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
 
 # What turns rows into statistics and gradients: "torch", "triton", or "auto" for Triton on a GPU and PyTorch elsewhere. Triton on a CPU
-# is its interpreter (TRITON_INTERPRET=1), for tests.
-KERNELS = os.environ.get("FIREDISTILL_KERNELS", "auto")
+# is its interpreter (TRITON_INTERPRET=1), for tests. Not "auto" until the kernels have run on a GPU: so far only the interpreter
+# and the compiler have seen them.
+KERNELS = os.environ.get("FIREDISTILL_KERNELS", "torch")
 
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
