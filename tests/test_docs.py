@@ -14,7 +14,8 @@ from firedistill.objectives import load_objective
 from firedistill.run_log import read_jsonl
 from tiny import ToyTask, save_checkpoint
 
-PAGE = Path(__file__).parent.parent / "docs" / "add-a-method.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "add-a-method.md"
 
 
 @pytest.fixture
@@ -67,3 +68,30 @@ def test_the_example_method_refuses_what_it_does_not_know(hopeful):
         load_objective(hopeful, {"group_size": 0})
     with pytest.raises(ValueError, match="power is 'much'; expected a number"):
         load_objective(hopeful, {"power": "much"})
+
+
+def test_the_readmes_task_trains_and_fire_attributes_to_its_fields(tmp_path, monkeypatch):
+    (source,) = re.findall(
+        r"```python\n(from firedistill import Example.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (tmp_path / "reverse_words.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = SelfDistillConfig(
+        model=save_checkpoint(tmp_path / "base"),
+        task="reverse_words:Reverse",
+        model_dtype="float32",
+        output_dir=str(tmp_path / "run"),
+        max_steps=2,
+        warmup_steps=1,
+        learning_rate=1e-2,
+        max_new_tokens=6,
+        eval_size=2,
+        per_device_train_batch_size=4,
+        gradient_checkpointing=False,
+        use_cpu=True,
+    )
+    SelfDistillTrainer(args=config).train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(rows) == 2 and all(row["correct_rate"] == 0 and row["grad_norm"] > 0 for row in rows)
+    assert {"alpha_full", "alpha_verdict", "alpha_length"} <= rows[0].keys()
+    assert [row["n"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [2] * 2

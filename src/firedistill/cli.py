@@ -196,7 +196,7 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
         prog="firedistill bench", description="Times and memory on this machine; both sides of each comparison take turns."
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all of them if none is given")
-    parser.add_argument("--quick", action="store_true", help="small sizes: about a minute on two cores")
+    parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--model", help="hub id or folder of an instruct model; a random one if not given")
     parser.add_argument("--repeats", type=int, help="timed runs of each side")
     parser.add_argument("--threads", type=int, help="processor threads; by default what PyTorch chooses")

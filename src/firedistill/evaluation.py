@@ -9,6 +9,7 @@ from typing import Any
 
 from firedistill.prompts import PromptEncoder, TokenBudget, student_messages
 from firedistill.rollouts.engine import Prompt, Rollout, RolloutEngine, Sampling
+from firedistill.rollouts.sampler import Sampler
 from firedistill.tasks.task import Example, Task
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,7 @@ def answer_examples(
         The rollouts in the order of the examples, and the examples left out because their prompt is over the budget.
     """
     prompts, skipped = fitting_prompts(task, encoder, examples, sampling, budget)
-    responses = engine.generate([prompt.token_ids for prompt in prompts], sampling, seed, progress)
-    return [
-        Rollout(prompt.example, prompt.token_ids, response, task.verify(prompt.example, response.text))
-        for prompt, response in zip(prompts, responses, strict=True)
-    ], skipped
+    return Sampler(engine, task, encoder, sampling, budget, seed=seed, progress=progress).student(prompts), skipped
 
 
 def fitting_prompts(

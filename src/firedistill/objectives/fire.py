@@ -228,6 +228,7 @@ class Fire(Objective):
     def both_branches(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
         """Algorithm 1 on these rollouts: what `sft_weight` and `fire_target` say, without building a target."""
         student = batch.student.select(rows)
+        correct = student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool()
         wrong = [row for row in rows if not batch.rollouts[row].verdict.correct]
         (full,) = batch.teacher(wrong, ["full"])
         over: set[int] = set()
@@ -242,7 +243,7 @@ class Fire(Objective):
             student.hidden,
             student.token_weights() / batch.responses,
             token_ids=batch.token_ids(rows),
-            correct=student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool(),
+            correct=correct,
             teacher_hidden=full.hidden,
             loo_hidden=without_fields if self.attribution else None,
             teacher_head=batch.teacher_head,
@@ -254,7 +255,7 @@ class Fire(Objective):
         if self.attribution:
             for names, group in groups_by_fields(batch, wrong).items():
                 batch.saved([row for row in group if row not in over], range(len(names)))
-        self.report(batch, rows, output)
+        self.report(batch, rows, correct, output)
         return output.loss
 
     def views_without_a_field(
@@ -277,10 +278,9 @@ class Fire(Objective):
                     states[j, here] = hidden[position[here]]
         return states, over
 
-    def report(self, batch: TrainingBatch, rows: list[int], output: FireHeadOutput) -> None:
+    def report(self, batch: TrainingBatch, rows: list[int], correct: Tensor, output: FireHeadOutput) -> None:
         """Token means of the quantities of both branches. Field energies exist only where the views were scored."""
         student, averages = batch.student.select(rows), batch.averages
-        correct = student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool()
         averages.add(
             rho=output.rho,
             entropy=output.entropy,

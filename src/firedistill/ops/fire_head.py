@@ -26,7 +26,7 @@ from torch import Tensor
 from firedistill.ops.fused_head import Head, with_gradients
 
 # Logits projected at once, in the head's dtype; there are at most three buffers of this size (student, full teacher, other views).
-# A projection reads the whole head for every chunk: at 150,000 x 1536, 220 tokens at once cost half of what 28 do, per token.
+# A projection reads the whole head for every chunk, so that fewer tokens at once cost more each.
 CHUNK_ELEMENTS = 2**25
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20

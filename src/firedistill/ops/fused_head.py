@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 # Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so that fewer tokens cost more
-# each, and beyond 32 MiB the C library maps fresh memory for every tensor, which doubles the time. On a GPU 256 MiB, to keep it busy.
+# each, while beyond 32 MiB the C library maps fresh memory for every tensor. On a GPU 256 MiB, to keep it busy (not measured).
 CHUNK_ELEMENTS = 2**22
 CHUNK_ELEMENTS_GPU = 2**26
 

@@ -32,9 +32,7 @@ def _is_mergeable(layer: lora.Linear) -> bool:
         and bool(adapters)
         and not (layer.disable_adapters or layer.merged)
         and not any(name in layer.lora_variant or layer.lora_bias[name] for name in adapters)
-        and not any(
-            hasattr(module, "_hf_hook") or module._forward_hooks or module._forward_pre_hooks for module in (layer, base)
-        )
+        and not (_is_hooked(layer) or _is_hooked(base))
     )
 
 
@@ -110,8 +108,7 @@ def can_pack(weight: Tensor) -> bool:
 class PackedLinear(nn.Module):
     """A frozen linear layer whose weight lies in the block order of the CPU's bfloat16 kernels.
 
-    `nn.Linear` brings it into that order for every product anew: with it in place a prompt is read more than three times as fast, and
-    a step of decoding takes a fifth less. The results are the same.
+    `nn.Linear` brings it into that order for every product anew. The results are the same.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, teacher_messages
@@ -21,7 +21,7 @@ class Sampler:
     Attributes:
         engine: generates with the weights that the model has at the time.
         sampling: the law of all responses and drafts.
-        teacher: context manager under which the model has the EMA teacher's weights.
+        teacher: context manager under which the model has the EMA teacher's weights; needed for drafts only.
         seed: of the step and process.
         progress: told the number of responses that are done.
     """
@@ -31,8 +31,8 @@ class Sampler:
     encoder: PromptEncoder
     sampling: Sampling
     budget: TokenBudget
-    teacher: Callable[[], AbstractContextManager]
-    seed: int
+    teacher: Callable[[], AbstractContextManager] = nullcontext
+    seed: int = 0
     progress: Callable[[int], None] | None = None
     calls: int = field(default=0, init=False)
 
