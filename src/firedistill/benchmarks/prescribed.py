@@ -34,7 +34,7 @@ from firedistill.tasks import Example, Task, Verdict
 from firedistill.trainer import SelfDistillTrainer, StepLog
 
 # Each is one token of the usual vocabularies, so that texts have about as many tokens as words.
-WORDS = "time people water house number world school state family group country problem hand part place week company student".split()
+WORDS = ["time", "people", "water", "house", "number", "world", "school", "state", "family"]
 TEMPLATE = (
     "{% for m in messages %}<|start|> {{ m['role'] }} {{ m['content'] }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|start|> assistant {% endif %}"
