@@ -163,7 +163,7 @@ def test_the_summary_of_nothing_has_the_same_columns():
 class Echo:
     """An engine that answers with the prompt."""
 
-    def generate(self, prompts, sampling, seed, progress=None):
+    def generate(self, prompts, sampling, seed, progress=None, limits=None):
         return [Response(prompt, byte_tokenizer().decode(prompt, skip_special_tokens=True), True) for prompt in prompts]
 
 
