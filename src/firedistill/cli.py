@@ -189,7 +189,7 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
 
 def bench_command(arguments: Sequence[str], console: Console) -> int:
     """Measure what the package costs on this machine."""
-    from firedistill.benchmarks import BENCHMARKS, load_benchmark
+    from firedistill.benchmarks import BENCHMARKS, load_benchmark, missing_package
     from firedistill.benchmarks.harness import Options, hardware, result, table, write
 
     parser = argparse.ArgumentParser(
@@ -214,6 +214,9 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
     quiet_libraries()
     chosen = Options(options.model, options.repeats, options.device)
     for name, benchmark in benchmarks.items():
+        if not options.names and (package := missing_package(benchmark)):
+            console.print(f"{name} left out: it compares with {package}, which is not installed")
+            continue
         sizes = benchmark.SIZES["quick" if options.quick else "full"]
         machine, rows = hardware(), []
         with console.status(name) as status:

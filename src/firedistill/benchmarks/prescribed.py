@@ -17,7 +17,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from firedistill.benchmarks.fire_head import step_scale_for
 from firedistill.benchmarks.harness import Options
@@ -58,12 +65,14 @@ class StepSizes:
         fields: words of each feedback field.
         responses: tokens of each response.
         micro_batch: responses per forward and backward pass; divides the number of responses.
+        checkpointing: recompute activations in the backward pass.
     """
 
     prompt: int
     fields: tuple[int, ...]
     responses: tuple[int, ...]
     micro_batch: int = 1
+    checkpointing: bool = False
 
 
 class PrescribedTask(Task):
@@ -116,6 +125,11 @@ def random_model(sizes: ModelSizes) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
     return model, tokenizer
 
 
+def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the user names, or a random one."""
+    return random_model(sizes) if options.model is None else load_model_and_tokenizer(options.model)
+
+
 class PrescribedSteps:
     """A trainer whose rollouts are given.
 
@@ -125,10 +139,7 @@ class PrescribedSteps:
     """
 
     def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: Options):
-        if options.model is None:
-            model, tokenizer = random_model(model_sizes)
-        else:
-            model, tokenizer = load_model_and_tokenizer(options.model)
+        model, tokenizer = model_of(model_sizes, options)
         self.sizes, self.step_scale = sizes, 1.0
         self.micro_batches, rest = divmod(len(sizes.responses), sizes.micro_batch)
         if rest:
@@ -138,7 +149,7 @@ class PrescribedSteps:
             output_dir=tempfile.mkdtemp(),  # where nothing will be written; removed below
             eval_size=0,
             use_cpu=options.device == "cpu",
-            gradient_checkpointing=False,
+            gradient_checkpointing=sizes.checkpointing,
             per_device_train_batch_size=sizes.micro_batch,
             gradient_accumulation_steps=self.micro_batches,
             max_feedback_tokens=100_000,
