@@ -80,7 +80,9 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
         }
         for engine in engines.values():
             engine.stop_ids = []
-        variants: dict[str, Callable[[], int]] = {name: partial(sample, engine, prompts, law) for name, engine in engines.items()}
+        variants: dict[str, Callable[[], int]] = {
+            name: partial(sample, engine, prompts, law) for name, engine in engines.items()
+        }
         variants["bare forwards, merged"] = partial(bare_forwards, engines["own loop, merged"], prompts, law.max_new_tokens)
         if not sizes.parts:
             variants = {name: variants[name] for name in ("generate, unmerged", "own loop, merged")}

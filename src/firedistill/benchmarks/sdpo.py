@@ -87,20 +87,17 @@ class TrlSteps:
 
     def __init__(self, sizes: Sizes, options: harness.Options):
         steps = PrescribedSteps(sizes.step, sizes.model, options)  # prompt, feedback and responses
-        example, task, responses = steps.example, steps.trainer.task, steps.responses
+        task, responses = steps.trainer.task, steps.responses
+        rows = [
+            {
+                "prompt": student_messages(task, example),
+                "privileged_context": "\n\n".join(f.text for f in task.feedback(example, "", task.verify(example, ""))),
+            }
+            for example in steps.examples
+        ]
         model, tokenizer = model_of(sizes.model, options)
-        fields = task.feedback(example, "", task.verify(example, ""))
         self.teacher_tokens = 0
-        self.trainer = make_trainer(
-            self,
-            model,
-            tokenizer,
-            steps.trainer.args,
-            student_messages(task, example),
-            "\n\n".join(f.text for f in fields),
-            responses,
-            sizes,
-        )
+        self.trainer = make_trainer(self, model, tokenizer, steps.trainer.args, rows, responses, sizes.step)
         self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.stopped, self.error = False, None
         self.threads = torch.get_num_threads()
@@ -139,10 +136,9 @@ def make_trainer(
     model: torch.nn.Module,
     tokenizer: Any,
     ours: SelfDistillConfig,
-    prompt: list[dict[str, str]],
-    feedback: str,
+    rows: list[dict[str, Any]],
     responses: list[list[int]],
-    sizes: Sizes,
+    sizes: StepSizes,
 ) -> Any:
     """An `SDPOTrainer` whose steps are those of `PrescribedSteps`.
 
@@ -155,7 +151,6 @@ def make_trainer(
         raise ValueError('this benchmark compares with trl 1.16: pip install "trl==1.16.0"') from error
     from datasets import Dataset
     from peft import LoraConfig
-
 
     class Prescribed(SDPOTrainer):
         def _generate(self, prompt_ids):
@@ -179,13 +174,14 @@ def make_trainer(
         output_dir=tempfile.gettempdir(),
         use_cpu=ours.use_cpu,
         bf16=False,  # no autocast: the base is bfloat16 and the factors are float32 on both sides
-        per_device_train_batch_size=sizes.step.micro_batch,
-        gradient_accumulation_steps=len(responses) // sizes.step.micro_batch,
-        num_generations=len(responses),
-        gradient_checkpointing=sizes.step.checkpointing,
+        per_device_train_batch_size=sizes.micro_batch,
+        gradient_accumulation_steps=len(responses) // sizes.micro_batch,
+        num_generations=1,
+        shuffle_dataset=False,
+        gradient_checkpointing=sizes.checkpointing,
         learning_rate=0.0,
         max_steps=1_000_000,
-        max_completion_length=max(sizes.step.responses),
+        max_completion_length=max(sizes.responses),
         distillation_mode="full_logits",
         teacher_update_rate=ours.ema_rate,
         include_environment_feedback=True,
@@ -196,12 +192,11 @@ def make_trainer(
         logging_strategy="no",
         disable_tqdm=True,
     )
-    row = {"prompt": prompt, "privileged_context": feedback}
     return Prescribed(
         model=model,
         reward_funcs=no_reward,
         args=config,
-        train_dataset=Dataset.from_list([row]),
+        train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         callbacks=[Turns()],
         peft_config=LoraConfig(
