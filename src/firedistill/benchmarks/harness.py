@@ -119,8 +119,9 @@ def synchronise() -> None:
 def peak_mib(factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments: Any) -> dict[str, float | None]:
     """Peak memory in MiB of one run beyond what was held before it, by variant; None where it cannot be read.
 
-    Of the GPU if the run uses one; else resident memory, which only Linux tells, without what the allocator would keep of freed blocks. In a process of its own, where no other work has
-    left memory that could be used again; the variants run there one after the other.
+    Of the GPU if the run uses one; else resident memory, which only Linux tells, without what the allocator would keep of freed
+    blocks. In a process of its own, where no other work has left memory that could be used again; the variants run there one after
+    the other.
 
     Args:
         factory: a function of a module, which the new process imports; it answers the functions to measure.
