@@ -1,4 +1,4 @@
-"""The command line: `firedistill warmstart | train | eval | inspect | report | bench`."""
+"""The command line: `firedistill warmstart | train | eval | inspect | suite | report | bench`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ examples:
   firedistill train runs/my-run --resume
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
+  firedistill suite lab --seeds 0 --only fire,full_context
+  firedistill report runs/lab -o report
   firedistill report runs/a runs/b -o curves.png
   firedistill bench --quick
 
@@ -175,6 +177,13 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     return 0
 
 
+def suite_command(arguments: Sequence[str], console: Console) -> int:
+    """Run the paper's tables and figures, or a list of runs of one's own."""
+    from firedistill.experiments.command import suite_command
+
+    return suite_command(arguments, console)
+
+
 def report_command(arguments: Sequence[str], console: Console) -> int:
     """Draw the curves of runs."""
     parser = argparse.ArgumentParser(prog="firedistill report", description="Curves of one or several runs as a picture.")
@@ -235,6 +244,7 @@ COMMANDS = {
     "train": (train_command, "train with FIRE or another method"),
     "eval": (eval_command, "greedy accuracy on held-out problems"),
     "inspect": (inspect_command, "one example: prompts, response, feedback, and a per-token table"),
+    "suite": (suite_command, "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
     "report": (report_command, "the curves of runs as a picture"),
     "bench": (bench_command, "what the package costs on this machine: times and memory"),
 }
