@@ -190,7 +190,7 @@ def test_the_rate_of_the_comparison(tmp_path):
 
 
 def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"is neither a run directory \(it has no config.yaml\) nor a suite"):
+    with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\), and no suite"):
         read_study([tmp_path])
     write_run(tmp_path / "a", steps=0, accuracies=())
     with pytest.raises(ValueError, match="has made a step yet"):
@@ -480,7 +480,7 @@ def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
     assert cli.main(["report", str(run), "-o", str(tmp_path / "curves.svg")]) == 0
     assert (tmp_path / "curves.svg").is_file() and not (tmp_path / "curves.svg").is_dir()
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is neither a run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):

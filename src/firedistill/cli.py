@@ -113,7 +113,7 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
     try:
         trainer.train(resume_from_checkpoint=resume or None)
     finally:
-        report.progress.stop()  # a bar that is left on hides the cursor
+        report.stop()
     evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))

@@ -112,7 +112,9 @@ class SuiteFolder:
             note = f"process {holder.get('child') or holder['pid']} on {holder['host']}"
             return RunState("running", step, accuracy, time.time() - since, max(step - start, 0), note)
         if complete(self.run_folder(run), run.max_steps):
-            return RunState("done", step, accuracy, seconds, steps)
+            # Nobody lived to note how long it took; its own log knows, evaluations left out.
+            seconds = read_jsonl(self.run_folder(run) / "metrics.jsonl")[-1].get("cumulative_train_seconds", 0.0)
+            return RunState("done", step, accuracy, seconds, step)
         if result.get("state") == "failed":
             return RunState("failed", step, accuracy, seconds, steps, result.get("error", ""))
         if plan is not None and run.needs is not None:

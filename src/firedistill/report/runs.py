@@ -281,7 +281,7 @@ def read_run(folder: Path, name: str | None = None, variant: str | None = None) 
     """
     config = folder / "config.yaml"
     if not config.is_file():
-        raise ValueError(f"{folder} is neither a run directory (it has no config.yaml) nor a suite (no plan.json)")
+        raise ValueError(f"{folder} is not a run directory (it has no config.yaml), and no suite (no plan.json)")
     try:
         settings = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
