@@ -300,6 +300,18 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs[1:])
 
 
+def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
+    plan = suite.plan
+
+    def command(suite, run):
+        return [sys.executable, "-c", "import sys; sys.exit(143)"] if run == plan.runs[0] else stub({})(suite, run)
+
+    told = []
+    states = Runner(suite, plan, plan.runs, command=command, told=told.append, pause=0.02).work()
+    assert [state.name for state in states.values()] == ["to do", "done", "done", "done"]
+    assert any("stopped by a signal after step 0; the next call continues it" in line for line in told)
+
+
 def test_sigterm_stops_the_runs_and_leaves_them_to_do(suite):
     plan = suite.plan
     fork = multiprocessing.get_context("fork")
@@ -381,7 +393,7 @@ def test_a_shared_warm_start_is_run_once_and_first(warm):
     assert (first.id, first.command, first.settings) == ("warmstart-first", "warmstart", {"data_dir": str(warm.folder.parent)})
     assert first.max_steps == 16, "the runs' own length is not the warm start's"
     assert [run.needs for run in others] == [first.id] * 2
-    assert f"--initial_adapter={warm.run_folder(first)}/adapter" in train_command(warm, others[0])
+    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in train_command(warm, others[0])
     assert train_command(warm, first)[3] == "warmstart"
     assert warm.state(others[0], plan).name == "waiting"
     assert set(work(warm, plan, slots=[{}, {}, {}])[0].values()) == {"done"}

@@ -35,6 +35,8 @@ from firedistill.run_log import read_jsonl
 
 # Seconds between signs of life in a lock, and without one after which a process on another host counts as gone.
 SIGN_OF_LIFE, GONE_AFTER = 10, 600
+# How a run ends that was asked to: killed by SIGINT or SIGTERM, or on its own after one of them.
+STOPPED = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
 @dataclass
@@ -235,7 +237,7 @@ def train_command(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     command = [sys.executable, "-m", "firedistill.cli", run.command, run.recipe]
     settings = dict(run.settings)
     if run.needs is not None:
-        settings["initial_adapter"] = str(suite.run_folder(run.needs) / "adapter")
+        settings["initial_adapter"] = str(suite.run_folder(run.needs).resolve() / "adapter")
     for name, value in (settings | {"output_dir": str(folder)}).items():
         command.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list | bool) else value}")
     if (folder / "metrics.jsonl").exists():
@@ -244,14 +246,8 @@ def train_command(suite: SuiteFolder, run: PlannedRun) -> list[str]:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    if not any(folder.glob("checkpoint-*")):
-        return False
-    from firedistill.trainer import last_checkpoint  # seconds to import: only where there is a checkpoint to judge
-
-    try:
-        return bool(last_checkpoint(folder))
-    except ValueError:
-        return False
+    """Whether a run can be resumed: the state of the trainer is the last thing that a checkpoint gets."""
+    return any(folder.glob("checkpoint-*/trainer_state.json"))
 
 
 @dataclass
@@ -383,6 +379,9 @@ class Runner:
                 )
             elif code is None:  # left behind, and ended before its time: continue it
                 self.suite.release(run, None)
+            elif code in STOPPED:
+                self.suite.release(run, None)
+                self.told(f"{run.id}: stopped by a signal after step {last_step(folder)}; the next call continues it")
             else:
                 error = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
                 if said := last_line(self.suite.log_path(run)):
@@ -390,17 +389,19 @@ class Runner:
                 self.suite.release(run, {"state": "failed", "exit_code": code, "error": error} | took)
                 self.told(f"{run.id}: failed, {error} (log: {self.suite.log_path(run)})")
 
-    def stop(self, patience: float = 20) -> None:
-        """End the runs that go on and free them; they can be continued."""
+    def stop(self, patience: float = 60) -> None:
+        """Ask the runs that go on to end, kill those that do not (or all of them on a second Ctrl-C), and free them."""
         for job in self.jobs.values():
             job.signal(signal.SIGTERM)
-        deadline = time.monotonic() + patience
-        for job in self.jobs.values():
-            while not job.ended() and time.monotonic() < deadline:
+        try:
+            deadline = time.monotonic() + patience
+            while not all(job.ended() for job in self.jobs.values()) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            job.signal(signal.SIGKILL)
-            self.suite.release(job.run, None)
-        self.jobs.clear()
+        finally:
+            for job in self.jobs.values():
+                job.signal(signal.SIGKILL)
+                self.suite.release(job.run, None)
+            self.jobs.clear()
 
     def worth_waiting(self) -> bool:
         """Whether a warm start that others are at keeps runs of this process waiting."""
@@ -416,20 +417,22 @@ class Runner:
 
 @contextmanager
 def terminated_like_control_c():
-    """SIGTERM, as batch systems send it, stops like Ctrl-C; only where signals can be handled, in the main thread."""
+    """SIGTERM, as batch systems send it, and the end of a terminal stop like Ctrl-C; in the main thread, the one that gets signals."""
 
     def stop(number, frame):
         raise KeyboardInterrupt
 
+    before = {}
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, stop)
     except ValueError:
-        yield
-        return
+        pass
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def last_line(path: Path) -> str:
