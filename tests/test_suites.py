@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from firedistill import cli, options
+from firedistill.experiments import command
 from firedistill.experiments.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
 from firedistill.experiments.runner import (
     Runner,
@@ -212,10 +214,10 @@ with (folder / "metrics.jsonl").open("w") as file:
 def stub(behaviour):
     """A command that leaves what a run leaves; `behaviour` maps the id of a run to "fail" or "sleep"."""
 
-    def command(suite, run):
+    def command_of(suite, run):
         return [sys.executable, "-c", STUB, str(suite.run_folder(run)), str(run.max_steps), behaviour.get(run.id, "")]
 
-    return command
+    return command_of
 
 
 def work(suite, plan, behaviour=None, runs=None, **options):
@@ -303,11 +305,11 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
 def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
     plan = suite.plan
 
-    def command(suite, run):
+    def stopped(suite, run):
         return [sys.executable, "-c", "import sys; sys.exit(143)"] if run == plan.runs[0] else stub({})(suite, run)
 
     told = []
-    states = Runner(suite, plan, plan.runs, command=command, told=told.append, pause=0.02).work()
+    states = Runner(suite, plan, plan.runs, command=stopped, told=told.append, pause=0.02).work()
     assert [state.name for state in states.values()] == ["to do", "done", "done", "done"]
     assert any("stopped by a signal after step 0; the next call continues it" in line for line in told)
 
@@ -464,6 +466,24 @@ def test_a_dry_run_writes_nothing_and_shows_every_command(toy, capsys, monkeypat
     out = capsys.readouterr().out
     assert out.count("to do    firedistill train ") == 2 and "--seed=5" in out and "--max_steps=4" in out
     assert "2 runs, 8 optimizer steps; nothing was run or written" in out and sorted(toy.parent.rglob("*")) == before
+
+
+def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, monkeypatch):
+    behaviour = {"toy-fire-seed0": "fail"}
+    monkeypatch.setattr(command, "Runner", functools.partial(Runner, command=stub(behaviour), pause=0.02))
+    call = ["suite", str(toy), "-o", str(tmp_path / "s"), "--seeds", "0", "--only", "fire", "full_context", "--max_steps", "5"]
+    assert cli.main(call) == 1
+    out = capsys.readouterr().out
+    assert "4 runs in " in out and "toy-fire-seed0: failed, exit status 3: Traceback: it broke" in out and "\x1b" not in out
+    assert "3 done, 1 failed\n" in out and "failed: toy-fire-seed0; --retry-failed runs them again" in out
+    behaviour.clear()
+    assert cli.main(call[:-2]) == 1, "the options for all runs are kept, the failed run is not repeated"
+    assert cli.main(["suite", str(tmp_path / "s"), "--retry-failed"]) == 0
+    assert "4 done\n" in capsys.readouterr().out
+    assert cli.main([*call[:-1], "6"]) == 2
+    assert "plans toy-fire-seed0 with other settings (max_steps 5 there, 6 now" in capsys.readouterr().err
+    assert cli.main(["suite", str(tmp_path / "s"), "--seeds", "8"]) == 2
+    assert "plans no run with these seeds and methods" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

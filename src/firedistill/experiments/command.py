@@ -127,6 +127,10 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
         seeds, methods = set(options.seeds or ()), set(options.only or ())
         chosen = [r for r in plan.runs if r.command == "train"]
         chosen = [r for r in chosen if (not seeds or r.seed in seeds) and (not methods or r.method in methods)]
+        if not chosen:
+            raise ValueError(
+                f"{options.name} plans no run with these seeds and methods; see firedistill suite {options.name} --status"
+            )
         return suite, plan, plan.with_needed(chosen)
     suite = SuiteFolder(options.output_dir or Path("runs") / Path(options.name).stem)
     if options.status:

@@ -309,7 +309,7 @@ function drawTokens() {
     // Line breaks break the line; other tokens without ink are shown as what they are.
     const button = element("button", { type: "button", tabindex: t ? "-1" : "0", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
     const found = mode[2](example, t);
-    if (found) button.style.background = `color-mix(in srgb, ${found[0]} ${Math.round(75 * Math.min(1, Math.max(0, found[1])))}%, transparent)`;
+    if (found) button.style.background = `color-mix(in srgb, ${found[0]} ${Math.round(60 * Math.min(1, Math.max(0, found[1])))}%, transparent)`;
     const choose = () => {
       for (const other of buttons) { other.setAttribute("aria-pressed", String(other === button)); other.tabIndex = other === button ? 0 : -1; }
       drawNumbers(example, t);
