@@ -39,6 +39,7 @@ class ConsoleReport(TrainerCallback):
         self.trainer, self.console, self.rows = trainer, console, rows
         self.columns: list[tuple[str, str, str]] = []
         self.latest: list[tuple[dict[str, float], str]] = []
+        self.scrolled = False
         trainer.on_progress = self.phase
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -88,6 +89,9 @@ class ConsoleReport(TrainerCallback):
             return
         self.latest.append((dict(metrics), note))
         if len(self.latest) > self.rows:
+            if not self.scrolled:
+                self.print(self.header(), style="bold")
+            self.scrolled = True
             self.print(self.line(*self.latest.pop(0)))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
