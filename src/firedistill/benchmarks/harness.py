@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,11 @@ def _peaks_mib(threads: int, factory: Callable[..., Mapping[str, Callable[[], An
 
     torch.set_num_threads(threads)
     quiet_libraries()
+    with suppress(
+        OSError, AttributeError, TypeError
+    ):  # where there is no such function, there is no resident memory to read either
+        # From the start, blocks above 1 MiB go back when they are freed: what is resident is what is needed.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     return {variant: _peak_mib(function) for variant, function in factory(*arguments).items()}
 
 
@@ -146,9 +152,7 @@ def _peak_mib(function: Callable[[], Any]) -> float | None:
         function()
         return (torch.cuda.max_memory_allocated() - before) / MIB
     try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, MIB)  # larger blocks go back when they are freed, as long as they are not needed
-        libc.malloc_trim(0)  # what was freed before would hide a part of the peak
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide a part of the peak
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = status_mib("VmRSS")
     except (OSError, AttributeError, TypeError):
