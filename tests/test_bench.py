@@ -44,7 +44,7 @@ TINY = {
     "teacher_views": teacher_views.Sizes(prompt=30, orders=((5, 9), (9, 5)), responses=(7,), model=MODEL, repeats=2),
     "step": step.Sizes(step=STEP, over=(0.1,), model=MODEL, repeats=1),
     "rollouts": rollouts.Sizes(batches=(3,), prompts=(3, 9), new_tokens=5, model=MODEL, repeats=2),
-    "sdpo": sdpo.Sizes(dataclasses.replace(STEP, checkpointing=True), MODEL, repeats=1, memory=False),
+    "sdpo": sdpo.Sizes(dataclasses.replace(STEP, checkpointing=True), (2,), MODEL, repeats=1, memory=False),
     "fields": fields.Sizes(prompt=30, field_words=5, fields=(1, 2), responses=(6, 6), model=MODEL, repeats=1, memory=False),
 }
 

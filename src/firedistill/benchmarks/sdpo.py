@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,18 @@ NEEDS = "trl"
 
 @dataclass
 class Sizes:
+    """
+    Attributes:
+        step: its micro-batch is replaced by each of `micro_batches`.
+        micro_batches: responses per forward and backward pass: trl's logits grow with them.
+    """
+
     step: StepSizes = field(
         default_factory=lambda: StepSizes(
-            prompt=150, fields=(60, 100, 145, 190), responses=tuple(range(200, 385, 20)), micro_batch=2, checkpointing=True
+            prompt=150, fields=(60, 100, 145, 190), responses=tuple(range(200, 380, 25)), checkpointing=True
         )
     )
+    micro_batches: tuple[int, ...] = (8, 2)
     model: ModelSizes = field(default_factory=ModelSizes)
     repeats: int = 3
     memory: bool = True
@@ -39,7 +46,7 @@ class Sizes:
 
 SIZES = {
     "full": Sizes(),
-    "quick": Sizes(StepSizes(80, (30, 50, 70, 90), (40,) * 4, micro_batch=2, checkpointing=True), ModelSizes(4, 256, 8192)),
+    "quick": Sizes(StepSizes(80, (30, 50, 70, 90), (40,) * 4, checkpointing=True), (2,), ModelSizes(4, 256, 8192)),
 }
 
 
@@ -48,17 +55,18 @@ def sweeps(sizes: Sizes) -> dict:
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    variants = prepare(sizes, options)
-    yield from harness.rows({}, variants, options.repeats or sizes.repeats, details=lambda name: variants[name].facts())
-    for variant in variants.values():
-        variant.stop()
-    if sizes.memory:
-        for name in ("trl", "full context"):  # apart: what one side has freed the other could use
-            yield from harness.memory_rows({}, prepare_one, name, sizes, options)
-
-
-def prepare(sizes: Sizes, options: harness.Options) -> dict[str, Any]:
-    return {"trl": TrlSteps(sizes, options), "full context": OurSteps(sizes, options)}
+    for micro_batch in sizes.micro_batches:
+        case = {"micro-batch": micro_batch}
+        these = replace(sizes, step=replace(sizes.step, micro_batch=micro_batch))
+        sides = {"trl": TrlSteps(these, options), "full context": OurSteps(these, options)}
+        yield from harness.rows(
+            case, sides, options.repeats or sizes.repeats, details=lambda name, sides=sides: sides[name].facts()
+        )
+        for side in sides.values():
+            side.stop()
+        if sizes.memory:
+            for name in sides:  # apart: what one side has freed the other could use
+                yield from harness.memory_rows(case, prepare_one, name, these, options)
 
 
 def prepare_one(name: str, sizes: Sizes, options: harness.Options) -> dict[str, Callable[[], None]]:
