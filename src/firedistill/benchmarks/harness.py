@@ -279,7 +279,10 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
                 axis.set_ylim(bottom=0)
                 axis.grid(alpha=0.25)
                 axis.tick_params(labelsize=8)
-        axes[0, 0].legend(fontsize=8)
+        shown = {
+            line.get_label(): line for axis in axes.flat for line in axis.get_lines()
+        }  # not every variant is in every panel
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, fontsize=8)
     figure.suptitle(result["title"], fontsize=10)
     figure.savefig(path, dpi=120)
     return path
