@@ -23,9 +23,10 @@ from firedistill.tasks.arithmetic import Problem
 MENDED_BY = {"concept": "verifier", "slip": "verifier", "copy": "provenance", "final": "parser", "format": "format"}
 ALL_KINDS = frozenset(MENDED_BY)
 
-# How often a kind occurs in an attempt. In the templates of TRAPS the usual mistake is the rule rather than the exception,
-# so that greedy decoding fails there too, while the right working keeps enough probability to be sampled.
-RATES = {"concept": 0.05, "slip": 0.04, "copy": 0.05, "final": 0.04, "format": 0.04}
+# How often a kind occurs in an attempt; a token rarer than 5 % hardly survives nucleus sampling. In the templates of TRAPS the
+# usual mistake is the rule rather than the exception, so that greedy decoding fails there too, while the right working keeps
+# enough probability to be sampled.
+RATES = {"concept": 0.12, "slip": 0.02, "copy": 0.08, "final": 0.1, "format": 0.12}
 TRAP_RATE = 0.6
 
 # Templates that mislead: by a word that suggests another operation ("how many more", "times as many"), or because the
@@ -59,9 +60,9 @@ CONFUSED_WITH = {"+": "-", "-": "+", "*": "+", "/": "-"}
 def attempt(problem: Problem, rng: random.Random, kinds: Collection[str] = ALL_KINDS) -> str:
     """A working with its final line; mistakes of other kinds than `kinds` do not occur (none at all: the gold solution)."""
     steps = [step.split(" ") for step in problem.working]  # [["28", "-", "17", "=", "11"], ...]
-    makes = {kind for kind in ALL_KINDS if rng.random() < RATES[kind]}
+    # In the order of RATES, and drawn for all kinds: the order of a set of strings differs from process to process.
+    makes = [kind for kind, rate in RATES.items() if (rng.random() < rate) and kind in kinds]
     trapped = problem.template in TRAPS and rng.random() < TRAP_RATE
-    makes = {kind for kind in makes if kind in kinds}
 
     if trapped and "concept" in kinds:
         trap = TRAPS[problem.template]

@@ -158,7 +158,7 @@ Encoded = tuple[list[int], list[int]]  # token ids, and the same where they are 
 DRILL_LINES = 8
 # From which step on, how many student, teacher and drill rows a step has. To read problems and feedback is soon learnt; to add,
 # subtract, multiply and divide takes most of the time.
-ROWS = ((0, 64, 16, 0), (200, 32, 12, 24), (400, 24, 8, 48))
+ROWS = ((0, 64, 16, 0), (150, 32, 12, 24), (300, 24, 8, 48))
 
 
 def encode_row(encoder: PromptEncoder, row: Row) -> Encoded:
@@ -336,9 +336,9 @@ def read_settings(arguments: list[str] | None = None) -> argparse.Namespace:
         "--checkpoint", type=Path, default=Path("runs/lab-pretraining.pt"), help="to go on after an interruption"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1300)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--warmup", type=int, default=40, help="steps of linear warm-up")
-    parser.add_argument("--decay", type=int, default=300, help="last steps, in which the rate falls")
+    parser.add_argument("--decay", type=int, default=500, help="last steps, in which the rate falls")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
     parser.add_argument("--vocabulary", type=int, default=2048, help="phrases included")
     parser.add_argument("--phrases", type=int, default=1024)
