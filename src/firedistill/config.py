@@ -59,7 +59,9 @@ class SelfDistillConfig(TrainingArguments):
 
     # --- What to train
     model: str = training_setting(
-        "smollm2", "Hub id, local folder or .gguf file of an instruct model; 'smollm2' is SmolLM2-135M-Instruct."
+        "smollm2",
+        "Hub id, local folder or .gguf file of an instruct model; 'smollm2' is SmolLM2-135M-Instruct, 'lab' a tiny model that "
+        "comes with the package.",
     )
     task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
     method: str = training_setting(

