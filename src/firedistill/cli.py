@@ -22,7 +22,7 @@ examples:
   firedistill warmstart quickstart-warmstart
   firedistill train quickstart --seed 1
   firedistill train gsm8k-qwen2.5-1.5b --data_dir data --max_steps 50
-  firedistill train runs/my-run --resume
+  firedistill train runs/my-run                      goes on where it stopped
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill report runs/a runs/b -o curves.png
@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command][0](unknown + parsed.rest, console)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; a run with a checkpoint goes on with --resume", style="yellow")
+        Console(stderr=True).print(
+            "stopped; with a checkpoint, the same command and --resume go on with the run", style="yellow"
+        )
         return 130
     except (ValueError, OSError, ImportError) as error:
         # What a user can get wrong is a ValueError with a message that says so, a file that cannot be used, or a package that is
@@ -82,17 +84,16 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         print_help(config_class, console, command, everything="--help-all" in arguments)
         return 0
     arguments = list(arguments)
+    allowed = take_list(arguments, "allow_changes")
     resume, overwrite = ("--resume" in arguments), ("--overwrite" in arguments)
     if resume and overwrite:
         raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
     config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
     quiet_libraries()
     folder = Path(config.output_dir)
-    replaces = (folder / "metrics.jsonl").exists() and not resume
-    if replaces and not overwrite:
-        raise ValueError(
-            f"{folder} holds a run already: --resume goes on with it, --overwrite replaces it, or name another --output_dir"
-        )
+    wanted = True if resume else False if overwrite else config.resume_from_checkpoint
+    if wanted is None:
+        refuse_another_run(folder, config)
 
     from firedistill.display import ConsoleReport, before_and_after, correct_rate_trend
     from firedistill.report.curves import plot_runs
@@ -102,15 +103,22 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
     )
     trainer = trainer_class(args=config)
-    if replaces and trainer.is_world_process_zero():  # not before the new settings have proved usable
+    checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
+    if overwrite and folder.exists() and trainer.is_world_process_zero():  # not before the new settings have proved usable
         shutil.rmtree(folder)
         folder.mkdir()
     report = ConsoleReport(trainer, console)
     trainer.add_callback(report)
     try:
-        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
     finally:
         report.progress.stop()  # a bar that is left on hides the cursor
+    if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
+        console.print(
+            f"stopped by {trainer.stop.name} after step {trainer.state.global_step}; go on with: firedistill {command} {folder}",
+            soft_wrap=True,
+        )
+        return 128 + trainer.stop.signal
     evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))
@@ -156,8 +164,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token."
         )
         return 0
+    from firedistill.checkpoints import newest_checkpoint
     from firedistill.inspection import inspect_example, print_inspection
-    from firedistill.trainer import last_checkpoint
 
     arguments = list(arguments)
     number = take_option(arguments, "example", "0")
@@ -169,8 +177,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = trainer.task.examples(split, index + 1, trainer.args.eval_subset_seed, trainer.args.data_dir)
     if index >= len(examples):
         raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
-    if list(Path(trainer.args.output_dir).glob("checkpoint-*/teacher.safetensors")):
-        trainer.teacher.load(last_checkpoint(trainer.args.output_dir))
+    if (checkpoint := newest_checkpoint(trainer.args.output_dir)) is not None:
+        trainer.teacher.load(checkpoint)
     print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
     return 0
 
@@ -240,13 +248,36 @@ COMMANDS = {
 }
 
 
+def refuse_another_run(folder: Path, config: SelfDistillConfig) -> None:
+    """A run without checkpoint is started again if it has the same settings.
+
+    Raises:
+        ValueError: the folder holds another run, and nothing says what is to become of it.
+    """
+    from firedistill.checkpoints import all_checkpoints
+    from firedistill.resume import defaults_of, differences, stored_settings, to_plain
+
+    if all_checkpoints(folder) or not (folder / "metrics.jsonl").exists():
+        return
+    earlier = stored_settings(folder)
+    changed = differences({"settings": earlier or {}}, {"settings": to_plain(config.resolved())}, defaults_of(config))
+    if earlier is None or changed:
+        raise ValueError(
+            f"{folder} holds a run already, with other settings and no checkpoint ({'; '.join(map(str, changed))}): --overwrite "
+            "replaces it, or name another --output_dir"
+        )
+
+
 def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -> SelfDistillConfig:
     """`[RECIPE] [--option value ...]` to settings."""
     from firedistill.options import build_config, parse_overrides
 
     arguments = list(arguments)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
-    return build_config(config_class, recipe, parse_overrides(arguments))
+    overrides = parse_overrides(arguments)
+    if recipe is not None and (Path(recipe) / "config.yaml").is_file():
+        overrides.setdefault("output_dir", recipe)  # a run that was moved is where it is, not where it was
+    return build_config(config_class, recipe, overrides)
 
 
 def trainer_for(arguments: Sequence[str]):
@@ -284,6 +315,21 @@ def take_option(arguments: list[str], name: str, default: str) -> str:
     return value
 
 
+def take_list(arguments: list[str], name: str) -> list[str]:
+    """Remove `--name a b c` (or `--name a,b`) from the arguments; the values."""
+    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+    start = next((i for i, argument in enumerate(arguments) if argument.partition("=")[0] in spellings), None)
+    if start is None:
+        return []
+    end = next((i for i in range(start + 1, len(arguments)) if arguments[i].startswith("--")), len(arguments))
+    values = [arguments[start].partition("=")[2], *arguments[start + 1 : end]]
+    del arguments[start:end]
+    found = [value.replace("-", "_") for text in values for value in text.split(",") if value]
+    if not found:
+        raise ValueError(f"--{name} needs the names of options, for instance --{name} learning_rate max_steps")
+    return found
+
+
 def wants_help(arguments: Sequence[str]) -> bool:
     return any(a in {"-h", "--help", "--help-all"} for a in arguments)
 
@@ -295,11 +341,16 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     from firedistill.objectives import registered_objectives
     from firedistill.options import built_in_recipes, default_of, option_groups
 
-    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite]", ""]
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]", ""]
     out += ["RECIPE is a YAML file, a run directory, or one of:"]
     names = ", ".join(built_in_recipes())
     out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    out += ["--resume goes on from the last checkpoint of the run directory; --overwrite replaces a run that is there."]
+    out += textwrap.wrap(
+        "A run directory that holds a checkpoint of the same settings is continued; --resume insists on that, "
+        "--resume_from_checkpoint DIR names the checkpoint, --allow_changes names the settings that may differ from then on. "
+        "--overwrite replaces a run that is there.",
+        100,
+    )
     ours: set[str] = set()
     for group, options in option_groups(config_class).items():
         out += ["", f"{group}:"]

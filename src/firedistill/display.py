@@ -55,6 +55,8 @@ class ConsoleReport(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.progress.start()
+        if state.global_step:
+            self.print(f"goes on after step {state.global_step}, from {self.trainer.resumed_from}")
         self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
 
     def on_train_end(self, args, state, control, **kwargs):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from firedistill.checkpoints import UNFINISHED
 from firedistill.rollouts.engine import Rollout
 
 ROLLOUT_COLUMNS = pa.schema(
@@ -46,13 +49,19 @@ class RunLog:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def start(self, step: int) -> None:
-        """Begin after optimizer step `step` (0: a fresh run); rows that the run will write again are dropped."""
+    def start(self, step: int, evaluated: bool = True) -> None:
+        """Begin after optimizer step `step` (0: a fresh run); rows that the run will write again are dropped.
+
+        Args:
+            evaluated: the evaluation after that step, if there was to be one, has been made.
+        """
         for name in ("metrics.jsonl", "evals.jsonl"):
-            kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= step] if step else []
-            unfinished = self.folder / f"{name}.unfinished"
-            unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
-            unfinished.replace(self.folder / name)
+            last = step - 1 if name == "evals.jsonl" and not evaluated else step
+            kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
+            with written_at_once(self.folder / name) as unfinished:
+                unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
+        for path in self.folder.glob(f"rollouts/{UNFINISHED}*.parquet"):
+            path.unlink()
         for path in self.folder.glob("rollouts/*_[0-9]*.parquet"):
             if step == 0 or int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
@@ -67,12 +76,32 @@ class RunLog:
         folder = self.folder / "rollouts"
         folder.mkdir(exist_ok=True)
         if rows:
-            pq.write_table(pa.Table.from_pylist(list(rows), schema=ROLLOUT_COLUMNS), folder / f"{prefix}_{step:06d}.parquet")
+            with written_at_once(folder / f"{prefix}_{step:06d}.parquet") as unfinished:
+                pq.write_table(pa.Table.from_pylist(list(rows), schema=ROLLOUT_COLUMNS), unfinished)
+
+    def sync(self) -> None:
+        """Bring the rows to the disk, before a checkpoint that counts on them."""
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            if (self.folder / name).exists():
+                with (self.folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
         with (self.folder / name).open("a", encoding="utf-8") as file:
             file.write(json_line(row))
             file.flush()
+
+
+@contextmanager
+def written_at_once(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of `path` when the block ends; gone if it raises."""
+    unfinished = path.with_name(UNFINISHED + path.name)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Algorithm 1 on `transformers.Trainer`.
+"""Algorithm 1 on `transformers.Trainer` (`resumable.py` adds exact continuation to it).
 
 One optimizer step, from top to bottom: `get_batch_samples` (sample, judge, build feedback), `compute_loss` (score with student and
 teacher, apply the objective), the optimizer step, then the EMA update (`TeacherUpdate`). What differs from method to method lives in
@@ -24,9 +24,10 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from firedistill.checkpoints import load_state, save_state, written_whole
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
 from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
@@ -34,6 +35,8 @@ from firedistill.models.teacher import EMATeacher
 from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
+from firedistill.resumable import ResumableTrainer, read_json
+from firedistill.resume import identity, model_fingerprint
 from firedistill.rollouts.engine import Rollout, RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
 from firedistill.rollouts.sampler import Sampler
@@ -103,7 +106,7 @@ class TrainingOrder(Dataset):
         return self.examples[self._order[position]]
 
 
-class SelfDistillTrainer(Trainer):
+class SelfDistillTrainer(ResumableTrainer):
     """Feedback-based on-policy self-distillation.
 
     Args:
@@ -192,6 +195,7 @@ class SelfDistillTrainer(Trainer):
         self.run_log: RunLog | None = None  # made when training starts: looking at a model leaves no folder behind
         self.step_log: StepLog | None = None
         self.last_metrics: dict[str, Any] = {}
+        self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
         # Told (phase, done, total) while a step goes on; the command line shows a bar.
         self.on_progress = lambda phase, done, total: None
@@ -203,6 +207,7 @@ class SelfDistillTrainer(Trainer):
     ) -> tuple[list[list[Rollout]], int]:
         """Lines 1 to 2 and 9: the prompts of one step, sampled in one go, judged, with feedback, cut into micro-batches."""
         examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
+        self.take_random_state()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         nominal = self.args.nominal_learning_rate or self.args.learning_rate
         self.step_log = StepLog(learning_rate, max(1.0, learning_rate / nominal), started=time.perf_counter())
@@ -450,6 +455,8 @@ class SelfDistillTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"):
         """Greedy accuracy on the held-out examples; writes a row of `evals.jsonl`."""
+        resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not get to
+        self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
         mine = examples[self.args.process_index :: self.args.world_size]
         rollouts, over_budget = answer_examples(
@@ -478,50 +485,51 @@ class SelfDistillTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.evaluation_due = False
+        if resuming:
+            self.keep_random_state()
         return metrics
 
     # ---- The run directory ---------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
-        """Train; `resume_from_checkpoint=True` goes on from the last checkpoint of the run directory, exactly."""
-        step = 0
-        if resume_from_checkpoint:
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            step = json.loads((Path(resume_from_checkpoint) / "trainer_state.json").read_text())["global_step"]
-            self.args.eval_on_start = False
+    def identity(self) -> dict[str, Any]:
+        if self._identity is None:  # before wrappers shard the base model
+            examples, base = self.train_dataset.examples, model_fingerprint(self.model)
+            self._identity = identity(self.args.resolved(), examples, self.eval_examples, base, self.args.world_size)
+        return self._identity
+
+    def begin_run(self, step: int) -> None:
+        """Open the run directory; rows that the run will write again are dropped."""
+        self.identity()
         if self.is_world_process_zero():
             self.run_log = RunLog(self.args.output_dir)
-            self.run_log.start(step)
+            self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.output_dir) / "config.yaml")
-        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        self.save_adapter()
-        return result
 
-    def save_adapter(self) -> None:
+    def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, and the model card."""
         folder = Path(self.args.output_dir)
-        self.save_model(str(folder / "adapter"))
+        with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
+            self.save_model(str(unfinished))
         if self.run_log is not None:
             (folder / "README.md").write_text(model_card(self.args, folder), encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""
-        self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
-        self.processing_class.save_pretrained(output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.teacher.save(folder)
-            (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
-        super()._save_checkpoint(model, trial)
+            self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+            self.processing_class.save_pretrained(output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.teacher.load(resume_from_checkpoint)
-        self.counters = json.loads((Path(resume_from_checkpoint) / COUNTERS).read_text(encoding="utf-8"))
+    def save_extra(self, folder: Path) -> None:
+        self.teacher.save(folder)
+        (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
+        save_state(self.objective.state(), folder, "method")
+        self.run_log.sync()
+
+    def load_extra(self, folder: Path) -> None:
+        self.teacher.load(folder)
+        self.counters |= read_json(folder / COUNTERS)
+        self.objective.load_state(load_state(folder, "method"))
 
     # ---- Reports -------------------------------------------------------------------------------------------------------------
 
@@ -617,6 +625,9 @@ class StepReport(TrainerCallback):
     def __init__(self, trainer: SelfDistillTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # a resumed run has the intervals of its checkpoint otherwise
+
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.finish_step()
         if state.global_step >= state.max_steps and self.trainer.eval_examples:
@@ -656,19 +667,6 @@ def check_head(model: nn.Module, head: Head) -> None:
             f"{type(unwrap(model)).__name__} does something to its logits that firedistill does not reproduce "
             f"(largest difference {float((expected - found).abs().max()):.3g}); please report the model"
         )
-
-
-def last_checkpoint(folder: str | Path) -> str:
-    """The newest complete checkpoint of a run directory.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    complete = [path for path in found if (path / COUNTERS).is_file() and (path / "teacher.safetensors").is_file()]
-    if not complete:
-        raise ValueError(f"{folder} has no complete checkpoint to go on from; start the run anew")
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
 
 
 def synchronise(device: torch.device) -> None:

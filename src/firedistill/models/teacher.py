@@ -100,4 +100,6 @@ class EMATeacher:
             raise ValueError(
                 f"{path} was made for another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}"
             )
-        self.shadow = {name: stored[name].to(tensor.device) for name, tensor in self.shadow.items()}
+        with torch.no_grad():
+            for name, tensor in self.shadow.items():
+                tensor.copy_(stored[name])  # in place: where a tensor lies in memory can change how products with it round
