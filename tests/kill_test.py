@@ -31,6 +31,7 @@ from tiny import save_checkpoint
 # Children fork from a server that has imported everything, so that an attempt costs its work and no more.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["killable"])
+HERE = str(Path(__file__).parent)
 
 
 @dataclass
@@ -65,9 +66,15 @@ def untouched(folder: Path, model: str, method: str, steps: int) -> tuple[float,
     Raises:
         RuntimeError: it failed.
     """
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, path] if path else [HERE])  # or the server would not find what to import
     warm = PROCESSES.Process(target=int)  # the server imports everything before its first child
     warm.start()
     warm.join()
+    if path:
+        os.environ["PYTHONPATH"] = path
+    else:
+        del os.environ["PYTHONPATH"]
     begun = time.perf_counter()
     process = start(model, str(folder / "whole"), method, steps, None, str(folder / "operations"))
     process.join()
