@@ -466,7 +466,10 @@ def test_overwrite_replaces_a_run_once_the_new_settings_have_proved_usable(recip
 
 
 def test_all_prompts_over_the_budget(recipe, tmp_path, firedistill):
-    told = firedistill("train", recipe, "--output_dir", tmp_path / "run", "--max_prompt_tokens", 3, "--max_steps", 2)
+    options = ["train", recipe, "--output_dir", tmp_path / "run", "--max_prompt_tokens", 3, "--max_steps", 2]
+    told = firedistill(*options)
+    assert told.status == 2 and "have more than 3 tokens" in told.err and not (tmp_path / "run" / "metrics.jsonl").exists()
+    told = firedistill(*options, "--preflight", "skip")
     assert told.status == 0 and "2 of 2 steps had nothing to train on" in told.out
     assert "skipped: no rollout to train on" in told.out
     for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import sys
@@ -85,6 +86,9 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         return 0
     arguments = list(arguments)
     allowed = take_list(arguments, "allow_changes")
+    checks = take_option(arguments, "preflight", "run")
+    if checks not in {"run", "only", "skip"}:
+        raise ValueError(f"--preflight is {checks!r}; expected run, only or skip")
     resume, overwrite = ("--resume" in arguments), ("--overwrite" in arguments)
     if resume and overwrite:
         raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
@@ -104,7 +108,15 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
     )
     trainer = trainer_class(args=config)
     checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
-    if overwrite and folder.exists() and trainer.is_world_process_zero():  # not before the new settings have proved usable
+    if checks != "skip":
+        check_before_training(trainer, console, notes=checks == "only")
+        if checks == "only":
+            return 0
+    if (
+        overwrite and (folder / "metrics.jsonl").exists() and trainer.is_world_process_zero()
+    ):  # the new settings have proved usable
+        if any(folder.resolve() in (place, *place.parents) for place in (Path.cwd(), Path.home())):
+            raise ValueError(f"{folder} holds more than a run; it is not removed: name a folder of its own by --output_dir")
         shutil.rmtree(folder)
         folder.mkdir()
     report = ConsoleReport(trainer, console)
@@ -248,6 +260,27 @@ COMMANDS = {
 }
 
 
+def check_before_training(trainer, console: Console, notes: bool) -> None:
+    """Print what the preflight finds, notes only if asked for.
+
+    Raises:
+        ValueError: there are errors.
+    """
+    from firedistill.display import visible
+    from firedistill.preflight import preflight
+
+    findings = preflight(trainer)
+    if trainer.is_world_process_zero():
+        for finding in findings:
+            if notes or finding.level != "note":
+                console.print(visible(str(finding)), soft_wrap=True)
+    if errors := [finding for finding in findings if finding.level == "error"]:
+        raise ValueError(
+            f"{len(errors)} thing{'s' * (len(errors) > 1)} to mend before training: {'; '.join(e.text for e in errors)} "
+            "(--preflight skip trains nevertheless)"
+        )
+
+
 def refuse_another_run(folder: Path, config: SelfDistillConfig) -> None:
     """A run without checkpoint is started again if it has the same settings.
 
@@ -341,14 +374,16 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     from firedistill.objectives import registered_objectives
     from firedistill.options import built_in_recipes, default_of, option_groups
 
-    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]", ""]
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]"]
+    out += ["    [--preflight only | skip]", ""]
     out += ["RECIPE is a YAML file, a run directory, or one of:"]
     names = ", ".join(built_in_recipes())
     out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     out += textwrap.wrap(
         "A run directory that holds a checkpoint of the same settings is continued; --resume insists on that, "
         "--resume_from_checkpoint DIR names the checkpoint, --allow_changes names the settings that may differ from then on. "
-        "--overwrite replaces a run that is there.",
+        "--overwrite replaces a run that is there. Data, verifier, prompts, tokenizer, disk and memory are looked at before the "
+        "first step: --preflight only does nothing else, --preflight skip leaves it out.",
         100,
     )
     ours: set[str] = set()
@@ -374,7 +409,11 @@ def quiet_libraries() -> None:
     """Keep the libraries' own bars and notes to developers off the screen; their warnings to users stay."""
     import transformers
 
+    from firedistill.display import Visibly
+
     transformers.utils.logging.disable_progress_bar()
+    if logging.lastResort is not None:  # prints our warnings where nobody has set up logging
+        logging.lastResort.setFormatter(Visibly())
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
@@ -93,6 +94,13 @@ def visible(text: str) -> str:
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text
     )
+
+
+class Visibly(logging.Formatter):
+    """Log lines in which names and texts of others can neither steer a terminal nor begin a line of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(record.getMessage()).replace("\n", r"\n")
 
 
 def width(form: str) -> int:

@@ -184,7 +184,7 @@ class ResumableTrainer(Trainer):
         try:
             if self.args.should_save or self.sharded:
                 self.write_checkpoint(folder, states)
-        except OSError as problem:
+        except (OSError, SafetensorError) as problem:
             if self.sharded or self.args.world_size > 1 and not self.args.should_save:
                 raise  # the other processes wait for this one's part
             error = problem

@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -27,6 +27,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from firedistill import faults
 from firedistill.checkpoints import load_state, save_state, written_whole
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
@@ -63,6 +64,7 @@ class StepLog:
     loss: float | Tensor = 0.0
     grad_norms: list[float] = field(default_factory=list)
     trained_rollouts: int = 0
+    uids: list[str] = field(default_factory=list)
     skipped: bool = False
     skipped_updates: int = 0
 
@@ -138,6 +140,7 @@ class SelfDistillTrainer(ResumableTrainer):
     ):
         args = args or SelfDistillConfig()
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
+        self.judge = faults.GuardedTask(self.task, args.task_timeout)
         self.objective = load_objective(args.method, args.method_settings)
         if model is None or isinstance(model, str):
             model, processing_class = load_model_and_tokenizer(
@@ -184,6 +187,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 asks instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
+        self.trackers = faults.guard_trackers(self.callback_handler.callbacks)
 
         self.teacher = EMATeacher(self.model, args.ema_rate)
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
@@ -239,6 +243,7 @@ class SelfDistillTrainer(ResumableTrainer):
     ) -> Tensor:
         """Lines 3 to 17: score with the live student and, where the objective asks, with the EMA teacher; the loss over N."""
         rollouts = inputs
+        self.step_log.uids += [rollout.example.uid for rollout in rollouts]
         if not rollouts:
             # Every rank and micro-batch takes part in the backward pass, with a gradient of zero.
             return 0.0 * last_hidden_states(model, torch.zeros((1, 1), dtype=torch.long, device=self.args.device)).float().sum()
@@ -270,17 +275,24 @@ class SelfDistillTrainer(ResumableTrainer):
         law = self.objective.sampling(self.args.sampling)
         first_index = self.args.process_index * len(examples)
         prompts, over_budget = fitting_prompts(self.task, self.encoder, examples, law, self.args.budget, first_index)
-        sampler = Sampler(
-            self.rollout_engine,
-            self.task,
-            self.encoder,
-            law,
-            self.args.budget,
-            self.teacher.applied,
-            self.sampling_seed(),
-            progress=lambda done: self.on_progress("rollouts", done, len(prompts) * self.objective.group_size),
-        )
-        return self.objective.sample(sampler, prompts, self.progress), over_budget
+
+        def attempt() -> list[Rollout]:
+            sampler = Sampler(
+                self.rollout_engine,
+                self.judge,
+                self.encoder,
+                law,
+                self.args.budget,
+                self.teacher.applied,
+                self.sampling_seed(),
+                progress=lambda done: self.on_progress("rollouts", done, len(prompts) * self.objective.group_size),
+            )
+            return self.objective.sample(sampler, prompts, self.progress)
+
+        def shrink() -> bool:
+            return not self.sharded and self.halve(self.rollout_engine, "batch_size")
+
+        return faults.in_smaller_pieces(attempt, shrink, faults.SMALLER_ROLLOUTS), over_budget
 
     def step_batch(self, rollouts: list[Rollout]) -> StepBatch:
         """What the objective may ask about the whole step before the first gradient."""
@@ -288,7 +300,9 @@ class SelfDistillTrainer(ResumableTrainer):
         def student(rollouts: Sequence[Rollout]) -> ResponseStates:
             prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
             with self.timed("seconds_score"), inference_mode(self.model):
-                return score_responses(self.model, prompts, responses, max_tokens=self.args.score_tokens_per_forward)
+                return self.score_in_pieces(
+                    lambda: score_responses(self.model, prompts, responses, max_tokens=self.view_scorer.max_tokens)
+                )
 
         return StepBatch(
             rollouts=rollouts,
@@ -366,14 +380,22 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def enters_training(self, rollout: Rollout) -> bool:
         """Whether a rollout reaches the loss; builds its feedback where the objective wants a teacher."""
-        if not rollout.response_ids or not self.objective.trains(rollout):
+        if not rollout.response_ids or rollout.verdict.failed:
+            self.step_log.add(**{"failed_verdicts" if rollout.verdict.failed else "empty_responses": 1})
+            return False
+        if not self.objective.trains(rollout):
             return False
         if self.args.drop_unfinished_rollouts and not (rollout.response.finished and rollout.verdict.well_formed):
             self.step_log.add(dropped_unfinished=1)
             return False
         if not self.objective.needs_teacher(rollout):
             return True
-        feedback = self.task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        try:
+            feedback = self.judge.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        except faults.TaskFault as fault:
+            logger.warning("%s; the response is left out of training", fault)
+            self.step_log.add(failed_feedback=1)
+            return False
         rollout.feedback, cut = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
         if cut:
             self.step_log.add(cut_feedback_fields=len(cut))
@@ -409,8 +431,9 @@ class SelfDistillTrainer(ResumableTrainer):
             return [ResponseStates(torch.cat([r.teacher_states[view] for r in rollouts]), lengths) for view in views]
         prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
         before = self.view_scorer.tokens
+        keys, responses = [id(r) for r in rollouts], [r.response_ids for r in rollouts]
         with self.timed("seconds_score"), self.teacher.applied():
-            states = self.view_scorer.score([id(r) for r in rollouts], prompts, [r.response_ids for r in rollouts])
+            states = self.score_in_pieces(lambda: self.view_scorer.score(keys, prompts, responses))
         read = self.view_scorer.tokens - before
         asked = sum(self.view_tokens(rollout, view) for rollout in rollouts for view in views)
         self.step_log.add(teacher_tokens=read, teacher_tokens_saved=asked - read)
@@ -419,6 +442,26 @@ class SelfDistillTrainer(ResumableTrainer):
                 for rollout, hidden in zip(rollouts, found.hidden.split(lengths), strict=True):
                     rollout.teacher_states[view] = hidden
         return states
+
+    def score_in_pieces(self, score: Callable[[], Any]) -> Any:
+        """`score()`, with smaller forward passes from now on if memory runs out. Sharded models forward in step: they cannot."""
+
+        def shrink() -> bool:
+            self.view_scorer.forget()
+            self.view_scorer.share_prefixes = False
+            return not self.sharded and self.halve(self.view_scorer, "max_tokens", at_least=64)
+
+        return faults.in_smaller_pieces(score, shrink, faults.SHORTER_CONTEXTS)
+
+    def halve(self, owner: Any, name: str, at_least: int = 1) -> bool:
+        """Halve a number of `owner`, for the rest of the run; False if it is as small as it can be."""
+        size = getattr(owner, name, None)
+        if size is None or size // 2 < at_least:
+            return False
+        setattr(owner, name, size // 2)
+        self.step_log.add(out_of_memory=1)
+        logger.warning("out of memory: %s of the %s is %d from now on", name, type(owner).__name__, size // 2)
+        return True
 
     def sampling_seed(self) -> int:
         """A seed per step and rank, so that a resumed run samples what the uninterrupted one would have sampled."""
@@ -448,8 +491,18 @@ class SelfDistillTrainer(ResumableTrainer):
             self.step_log.skipped = True
             self.step_log.skipped_updates += 1
             self.counters["skipped_updates"] += 1
+            if self.step_log.trained_rollouts:
+                logger.warning(
+                    "step %d: the gradient is not finite, so nothing is updated; trained on: %s",
+                    self.state.global_step + 1,
+                    ", ".join(dict.fromkeys(self.step_log.uids)),
+                )
             self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with faults.explained_memory(faults.SMALLER_MICRO_BATCHES):
+            return super().training_step(*args, **kwargs)
 
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------
 
@@ -461,7 +514,7 @@ class SelfDistillTrainer(ResumableTrainer):
         mine = examples[self.args.process_index :: self.args.world_size]
         rollouts, over_budget = answer_examples(
             self.eval_engine,
-            self.task,
+            self.judge,
             self.encoder,
             mine,
             self.args.greedy,
@@ -528,7 +581,8 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def load_extra(self, folder: Path) -> None:
         self.teacher.load(folder)
-        self.counters |= read_json(folder / COUNTERS)
+        stored = read_json(folder / COUNTERS)
+        self.counters |= {name: stored[name] for name in self.counters if isinstance(stored.get(name), int | float)}
         self.objective.load_state(load_state(folder, "method"))
 
     # ---- Reports -------------------------------------------------------------------------------------------------------------
@@ -579,9 +633,18 @@ class SelfDistillTrainer(ResumableTrainer):
             "ema_distance": self.teacher.distance(),
             "skipped_update": log.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
+            **{name: count for name, count in self.faults().items() if count},
         }
         if self.run_log is not None:
             self.run_log.metrics(self.last_metrics)
+
+    def faults(self) -> dict[str, int]:
+        """What went wrong around the run since it was started, without harm to it."""
+        return {
+            "failed_checkpoints": self.failed_checkpoints,
+            "failed_writes": self.run_log.failed_writes if self.run_log is not None else 0,
+            "failed_tracker_calls": sum(tracker.failed for tracker in self.trackers),
+        }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.last_metrics.get("step") == self.state.global_step:
