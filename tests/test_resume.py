@@ -82,6 +82,13 @@ def test_a_continued_run_equals_the_uninterrupted_one_to_the_bit(method, model, 
     assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
 
 
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(whole, model, tmp_path):
+    train(model, tmp_path / "again", "fire", 4)
+    assert same_runs(whole, tmp_path / "again") == []
+    train(model, tmp_path / "other", "fire", 4, seed=1)
+    assert {"checkpoint-4/teacher.safetensors", "rollouts"} <= set(same_runs(whole, tmp_path / "other"))
+
+
 def test_a_checkpoint_holds_no_pickle_and_everything_else(whole):
     names = {path.name for path in (whole / "checkpoint-4").iterdir()}
     assert {

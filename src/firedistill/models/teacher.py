@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -93,7 +94,10 @@ class EMATeacher:
         path = Path(folder) / "teacher.safetensors"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: the checkpoint has no EMA teacher and cannot be resumed exactly")
-        stored = load_file(path)
+        try:
+            stored = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); take an earlier checkpoint") from error
         mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
         mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
         if mismatch:
