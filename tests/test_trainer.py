@@ -288,3 +288,9 @@ def test_schedule_has_no_step_of_rate_zero(warmup, total):
         assert factors[0] == pytest.approx(1 / warmup) and factors[warmup - 1] == 1
     assert learning_rate_factor(total + 1, warmup, total) == pytest.approx(0, abs=1e-12)
     assert learning_rate_factor(total, 0, total, "constant") == 1
+
+
+def test_sharded_base_models_are_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("firedistill.trainer.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="FSDP and ZeRO-3 are not supported: .* use DDP"):
+        trainer(checkpoint, tmp_path / "run")

@@ -130,14 +130,20 @@ class ResumableTrainer(Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             load_adapter_weights(self.model, Path(resume_from_checkpoint))
-        states = checkpoints.load_state(resume_from_checkpoint, "random_state")
+        self._load_rest(Path(resume_from_checkpoint))
+
+    def _load_rest(self, folder: Path) -> None:
+        """Everything but weights, optimizer and schedule."""
+        states = checkpoints.load_state(folder, "random_state")
         if self.args.process_index < len(states):
             self._random_state = states[self.args.process_index]
-        self.load_extra(Path(resume_from_checkpoint))
+        self.load_extra(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self.sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
+            if checkpoint is not None and self.is_deepspeed_enabled:
+                self._load_rest(Path(checkpoint))  # DeepSpeed has loaded the weights by itself
             return
         fresh = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         rates = list(self.lr_scheduler.base_lrs)

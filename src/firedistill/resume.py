@@ -42,7 +42,8 @@ HARMLESS = frozenset({
     "logging_strategy", "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "push_to_hub",
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
     "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_pin_memory",
-    "ddp_timeout", "skip_memory_metrics", "resume_from_checkpoint", "task_timeout",
+    "ddp_timeout", "ddp_backend", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers", "use_cpu", "skip_memory_metrics", "resume_from_checkpoint", "task_timeout",
 })
 # fmt: on
 MISSING_VALUE = object()

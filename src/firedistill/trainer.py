@@ -25,6 +25,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill import faults
@@ -184,6 +185,11 @@ class SelfDistillTrainer(ResumableTrainer):
             callbacks=[TeacherUpdate(self), StepReport(self), *(callbacks or [])],
             optimizers=optimizers,
         )
+        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "FSDP and ZeRO-3 are not supported: the EMA teacher and the head read whole weights. Every process needs a whole base "
+                "model: use DDP (torchrun), quantization nf4 for large ones, or DeepSpeed up to ZeRO-2"
+            )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 asks instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
