@@ -18,6 +18,8 @@ from firedistill.display import ConsoleReport, accuracy_line, before_and_after, 
 from firedistill.inspection import inspect_example, print_inspection
 from firedistill.objectives import load_objective
 from firedistill.options import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
+from firedistill.report.page import attributions_of
+from firedistill.report.runs import read_run
 from firedistill.rollouts.engine import Response
 from firedistill.run_log import read_jsonl
 from firedistill.warmstart import WarmStartConfig
@@ -549,6 +551,39 @@ class Pair(ToyTask):
         return super().examples(split, 2)
 
 
+def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    told = firedistill("inspect", copy, "--save", "--count", 3, "--output_dir", copy)
+    assert told.status == 0 and "toy/eval/2: " in told.out and told.out.endswith("attribution/step_000004.json\n")
+    saved = json.loads((copy / "attribution" / "step_000004.json").read_text())
+    assert saved["step"] == 4 and [e["uid"] for e in saved["examples"]] == [f"toy/eval/{i}" for i in range(3)]
+    example = saved["examples"][0]
+    assert [field["name"] for field in example["fields"]] == ["outcome", "hint"]
+    sums = [full + sum(row[t] for row in example["alpha"]) for t, full in enumerate(example["alpha_full"])]
+    assert sums == pytest.approx([1.0] * len(example["tokens"]), abs=1e-4) and len(example["energy"]) == 2
+    told = firedistill("inspect", copy, "--save", "--checkpoint", 2, "--output_dir", copy)
+    assert told.status == 0 and (copy / "attribution" / "step_000002.json").is_file(), told.err
+    notes = []
+    assert [found["step"] for found in attributions_of(read_run(copy), notes)] == [2, 4] and not notes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--save", "--checkpoint", "3"], "--checkpoint is 3; {run} has checkpoints of these steps: 2, 4"),
+        (["--save", "--count", "0"], "--count is 0; expected 1 or more"),
+        (["--count", "2"], "--count is 2; expected 1 or more, and --save with more than 1"),
+        (["--example", "x"], "--example is 'x'; expected a whole number from 0 on"),
+    ],
+)
+def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):
+    told = firedistill("inspect", run, *arguments)
+    assert told.status == 2 and complaint.format(run=run) in told.err
+    told = firedistill("inspect", "quickstart", "--save")
+    assert told.status == 2 and "--save needs a run directory" in told.err
+
+
 HOSTILE = "[bold]x[/bold] [/] [red :smile: \x1b[31mred\x07\r\x9b\u202e \\[x] [link=http://a]b[/link]"
 SHOWN = r"[bold]x[/bold] [/] [red :smile: \x1b[31mred\x07\r\x9b\u202e \[x] [link=http://a]b[/link]"
 
@@ -653,6 +688,31 @@ def test_a_line_per_step_under_one_header():
     assert len(lines) == 4 and lines[0].split() == ["step", "loss", "|grad|", "s/step"]
     assert [line.split() for line in lines[1:]] == [[str(step), "0.5000", "1.000", "2.0"] for step in (1, 2, 3)]
     assert len({len(line) for line in lines}) == 1, "columns line up"
+
+
+def test_a_terminal_shows_the_last_steps_as_a_table():
+    out = io.StringIO()
+    console = Console(file=out, width=90, height=30, force_terminal=True, color_system=None, legacy_windows=False)
+    trainer = SimpleNamespace(last_metrics={}, on_progress=None)
+    report = ConsoleReport(trainer, console, rows=2)
+    state = SimpleNamespace(max_steps=4, global_step=0)
+    report.on_train_begin(None, state, None)
+    for state.global_step in range(1, 5):
+        norm, skipped = (float("nan"), 1) if state.global_step == 3 else (1.0, 0)
+        trainer.last_metrics = {"step": state.global_step, "loss": 0.5, "grad_norm": norm, "skipped_update": skipped}
+        report.on_step_end(None, state, None)
+        if state.global_step == 2:
+            report.on_evaluate(None, state, None, metrics=EVALUATION)
+    last = Console(file=io.StringIO(), width=90)
+    last.print(report.render())
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in last.file.getvalue().splitlines() if "│" in line]
+    assert rows == [["3", "0.5000", "-", "skipped: the gradient is not finite"], ["4", "0.5000", "1.000", ""]]
+    report.stop()
+    report.stop()
+    text = out.getvalue()
+    assert "   1    0.5000    1.000" in text and "   2    0.5000    1.000" in text, "earlier steps are lines above it"
+    assert "held-out, step 2: 25.0%" in text and "4/4" not in text and "100%" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is back"
 
 
 def test_a_column_stays_once_it_has_been_seen():

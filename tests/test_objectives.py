@@ -47,21 +47,18 @@ class World:
             )
             for row, (n, ok) in enumerate(zip(lengths, correct, strict=True))
         ]
-        self.dtype, self.asked, self.saved = dtype, [], []
+        self.dtype, self.asked, self.read, self.saved = dtype, [], [], []
 
     def batch(self, order=None, step_scale=1.5, floor=None):
         order = list(order if order is not None else range(len(self.lengths)))
         hidden = torch.cat([self.student[row] for row in order]).to(self.dtype).requires_grad_()
 
-        def teacher(rows, views):
+        def teacher(rows, views, lengths=None):
             self.asked += [(order[row], view) for view in views for row in rows]
-            return [
-                ResponseStates(
-                    torch.cat([self.views[order[row]][view] for row in rows] or [torch.empty(0, H)]).to(self.dtype),
-                    [self.lengths[order[row]] for row in rows],
-                )
-                for view in views
-            ]
+            lengths = lengths if lengths is not None else [self.lengths[order[row]] for row in rows]
+            self.read += [(order[row], view, length) for view in views for row, length in zip(rows, lengths, strict=True)]
+            states = [[self.views[order[row]][view][:n] for row, n in zip(rows, lengths, strict=True)] for view in views]
+            return [ResponseStates(torch.cat(s or [torch.empty(0, H)]).to(self.dtype), list(lengths)) for s in states]
 
         return TrainingBatch(
             rollouts=[self.rollouts[row] for row in order],
@@ -179,6 +176,20 @@ def test_fire_asks_for_no_view_that_cannot_matter():
     assert sorted(view for row, view in world.asked if row in (1, 3)) == ["full", "full"]
     assert {view for row, view in world.asked if row == 2} == {"full", 0, 1, 2}
     assert sorted(world.saved) == [(row, view) for row in (1, 3) for view in range(3)]
+
+
+def test_the_views_without_a_field_are_read_up_to_the_last_token_over_the_radius():
+    world = World([4, 9, 6], [True, False, False], gap=4.0)
+    world.views[1]["full"][5:] = world.student[1][5:]  # the rest of this response agrees with the teacher
+    batch = world.batch()
+    loss = load_objective("fire").loss(batch)
+    loss.backward()
+    read = {row: {length for r, view, length in world.read if r == row and view != "full"} for row in (1, 2)}
+    assert read[1] <= set(range(1, 6)) and read[2] <= set(range(1, 7)) and read[1]
+    assert {length for row, view, length in world.read if view == "full" and row == 1} == {9}
+    expected_loss, expected_gradient = world.dense("fire")
+    torch.testing.assert_close(loss.detach(), expected_loss)
+    torch.testing.assert_close(batch.student.hidden.grad, expected_gradient)
 
 
 def test_responses_with_different_fields_are_grouped():

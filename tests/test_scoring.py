@@ -15,7 +15,7 @@ from firedistill.ops import Head
 from firedistill.prompts import CUT_MARK, PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.scoring.prefix_tree import ViewScorer
+from firedistill.scoring.prefix_tree import ViewScorer, common_prefix
 from firedistill.scoring.scorer import forward_batches, score_responses, unwrap
 from firedistill.trainer import check_head
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -71,10 +71,27 @@ def test_shared_prefixes_change_nothing_but_the_work(kind):
     tree = sum(
         len(set(p for view in rows for p in prefixes(view, response))) for rows, response in zip(views, responses, strict=True)
     )
-    # A shared node may be read twice where a response begins (its first state is needed); never more.
+    # The second rollout begins as the first one does, and that is read once. A shared node may be read twice where a response begins
+    # (its first state is needed); never more.
+    tree -= common_prefix(views[0][0], views[1][0])
     assert tree <= shared.tokens <= tree + 5 * 2 * 2 < plain.tokens
     shared.forget()
     assert not shared.readers
+
+
+def test_members_of_a_group_read_their_prompt_once():
+    model = random_model(dtype=torch.float64)
+    prompts, responses = [[*range(5, 45), tail] for tail in (50, 51, 52)], [[20], [21, 22], [23]]
+    scorer = ViewScorer(model, share_prefixes=True)
+    (found,) = scorer.score([1, 2, 3], [prompts], responses)
+    torch.testing.assert_close(found.hidden, score_responses(model, prompts, responses).hidden, rtol=1e-9, atol=1e-9)
+    assert scorer.tokens == 40 + 3 + 4
+    scorer.forget()
+    with torch.no_grad():  # other weights: nothing of what was read before counts
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    (found,) = scorer.score([1, 2, 3], [prompts], responses)
+    torch.testing.assert_close(found.hidden, score_responses(model, prompts, responses).hidden, rtol=1e-9, atol=1e-9)
 
 
 def test_the_teacher_scores_in_evaluation_mode_while_the_student_trains():

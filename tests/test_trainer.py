@@ -102,7 +102,8 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
         for row in wrong:
             assert row["alpha_full"] + row["alpha_outcome"] + row["alpha_hint"] == pytest.approx(1, abs=1e-5)
     if method in {"no_attribution", "full_context", "veto", "top_d", "tropd"}:
-        assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] == 0
+        # One view each: all that is saved is how its teacher's prompts begin alike.
+        assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] > 0
     if method == "on_policy_sft":
         assert rows[0]["teacher_tokens"] == 0
     assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"

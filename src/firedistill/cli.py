@@ -1,4 +1,4 @@
-"""The command line: `firedistill warmstart | train | eval | inspect | report | bench`."""
+"""The command line: `firedistill warmstart | train | eval | inspect | suite | report | bench`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ examples:
   firedistill train runs/my-run                      goes on where it stopped
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
+  firedistill inspect runs/my-run --save --count 8
+  firedistill suite lab --seeds 0 --only fire,full_context
+  firedistill report runs/lab -o report
   firedistill report runs/a runs/b -o curves.png
   firedistill bench --quick
 
@@ -124,7 +127,7 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
     try:
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
     finally:
-        report.progress.stop()  # a bar that is left on hides the cursor
+        report.stop()
     if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
         console.print(
             f"stopped by {trainer.stop.name} after step {trainer.state.global_step}; go on with: firedistill {command} {folder}",
@@ -169,47 +172,100 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
 
 
 def inspect_command(arguments: Sequence[str], console: Console) -> int:
-    """Show one example with everything that FIRE computes about it."""
+    """Show one example with everything that FIRE computes about it, or save several for the report."""
     if wants_help(arguments):
         console.print(
-            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n\n"
-            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token."
+            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n"
+            "firedistill inspect RUN --save [--count N] [--example INDEX] [--checkpoint STEP] ...\n\n"
+            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token.\n"
+            "With --save, the same of N examples from INDEX on goes to RUN/attribution/, where firedistill report finds it.\n"
+            "--checkpoint takes student and teacher of that step instead of the last ones."
         )
         return 0
     from firedistill.checkpoints import newest_checkpoint
-    from firedistill.inspection import inspect_example, print_inspection
+    from firedistill.display import visible
+    from firedistill.inspection import attribution_record, inspect_example, print_inspection, save_attribution
+    from firedistill.run_log import read_jsonl
 
     arguments = list(arguments)
-    number = take_option(arguments, "example", "0")
-    if not number.isdecimal():
-        raise ValueError(f"--example is {number!r}; expected a whole number from 0 on")
-    index = int(number)
+    save = "--save" in arguments
+    arguments = [argument for argument in arguments if argument != "--save"]
+    index = take_number(arguments, "example", 0)
+    count = take_number(arguments, "count", 1)
+    if count < 1 or (count > 1 and not save):
+        raise ValueError(f"--count is {count}; expected 1 or more, and --save with more than 1")
     split = take_option(arguments, "split", "eval")
+    folder = Path(arguments[0]) if arguments else Path()
+    if save and not (folder / "config.yaml").is_file():
+        raise ValueError("--save needs a run directory: firedistill inspect RUN --save")
+    checkpoint = None
+    if (step := take_option(arguments, "checkpoint", "")) != "":
+        checkpoint = folder / f"checkpoint-{step}"
+        if not (checkpoint / "teacher.safetensors").is_file():
+            there = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
+            raise ValueError(f"--checkpoint is {step}; {folder} has checkpoints of these steps: {there}")
+        arguments += ["--initial_adapter", str(checkpoint)]
     trainer = trainer_for(arguments)
-    examples = trainer.task.examples(split, index + 1, trainer.args.eval_subset_seed, trainer.args.data_dir)
+    examples = trainer.task.examples(split, index + count, trainer.args.eval_subset_seed, trainer.args.data_dir)
     if index >= len(examples):
         raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
-    if (checkpoint := newest_checkpoint(trainer.args.output_dir)) is not None:
-        trainer.teacher.load(checkpoint)
-    print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
+    if checkpoint is not None:
+        trainer.teacher.load(str(checkpoint))
+    elif (newest := newest_checkpoint(trainer.args.output_dir)) is not None:
+        trainer.teacher.load(newest)
+    if not save:
+        print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
+        return 0
+    records = []
+    for example in examples[index : index + count]:
+        try:
+            records.append(attribution_record(inspect_example(trainer, example, seed=trainer.args.seed), trainer))
+            console.print(visible(f"{example.uid}: {len(records[-1]['tokens'])} tokens"))
+        except ValueError as error:  # over the budget, or an empty response: told, and the others go on
+            console.print(visible(f"left out: {error}"))
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    reached = int(step) if checkpoint is not None else (metrics[-1]["step"] if metrics else 0)
+    console.print(f"wrote {save_attribution(records, folder, reached)}", soft_wrap=True)
     return 0
 
 
-def report_command(arguments: Sequence[str], console: Console) -> int:
-    """Draw the curves of runs."""
-    parser = argparse.ArgumentParser(prog="firedistill report", description="Curves of one or several runs as a picture.")
-    parser.add_argument("runs", nargs="+", help="run directories")
-    parser.add_argument("-o", "--output", default="curves.png", help="picture to write (.png, .svg, .pdf)")
-    options = parser.parse_args(list(arguments))
-    from firedistill.report.curves import plot_runs
+def suite_command(arguments: Sequence[str], console: Console) -> int:
+    """Run the paper's tables and figures, or a list of runs of one's own."""
+    from firedistill.experiments.command import suite_command
 
-    console.print(f"wrote {plot_runs(options.runs, options.output)}", soft_wrap=True)
+    return suite_command(arguments, console)
+
+
+def report_command(arguments: Sequence[str], console: Console) -> int:
+    """Tables, figures and a page of runs and suites, or their curves as one picture."""
+    parser = argparse.ArgumentParser(
+        prog="firedistill report", description="Report on runs and suites; on those that are still going, too."
+    )
+    parser.add_argument("runs", nargs="+", help="run directories and folders of suites")
+    parser.add_argument(
+        "-o", "--output", default="report", help="folder for page, tables and figures (report); or a picture: .png, .svg, .pdf"
+    )
+    options = parser.parse_args(list(arguments))
+    output = Path(options.output)
+    if output.suffix and not output.is_dir() and not options.output.endswith(("/", os.sep)):
+        from firedistill.report.curves import plot_runs
+
+        console.print(f"wrote {plot_runs(options.runs, output)}", soft_wrap=True)
+        return 0
+    from firedistill.display import visible
+    from firedistill.report.build import write_report
+
+    study, written = write_report(options.runs, output)
+    for note in study.notes:
+        console.print(visible(note), soft_wrap=True)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
     return 0
 
 
 def bench_command(arguments: Sequence[str], console: Console) -> int:
     """Measure what the package costs on this machine."""
-    from firedistill.benchmarks import BENCHMARKS, load_benchmark
+    from firedistill.benchmarks import BENCHMARKS, load_benchmark, missing_package
     from firedistill.benchmarks.harness import Options, hardware, result, table, write
 
     parser = argparse.ArgumentParser(
@@ -234,6 +290,9 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
     quiet_libraries()
     chosen = Options(options.model, options.repeats, options.device)
     for name, benchmark in benchmarks.items():
+        if not options.names and (package := missing_package(benchmark)):
+            console.print(f"{name} left out: it compares with {package}, which is not installed")
+            continue
         sizes = benchmark.SIZES["quick" if options.quick else "full"]
         machine, rows = hardware(), []
         with console.status(name) as status:
@@ -255,7 +314,8 @@ COMMANDS = {
     "train": (train_command, "train with FIRE or another method"),
     "eval": (eval_command, "greedy accuracy on held-out problems"),
     "inspect": (inspect_command, "one example: prompts, response, feedback, and a per-token table"),
-    "report": (report_command, "the curves of runs as a picture"),
+    "suite": (suite_command, "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
+    "report": (report_command, "tables, figures and a page of runs and suites, or their curves as a picture"),
     "bench": (bench_command, "what the package costs on this machine: times and memory"),
 }
 
@@ -361,6 +421,13 @@ def take_list(arguments: list[str], name: str) -> list[str]:
     if not found:
         raise ValueError(f"--{name} needs the names of options, for instance --{name} learning_rate max_steps")
     return found
+
+
+def take_number(arguments: list[str], name: str, default: int) -> int:
+    number = take_option(arguments, name, str(default))
+    if not number.isdecimal():
+        raise ValueError(f"--{name} is {number!r}; expected a whole number from 0 on")
+    return int(number)
 
 
 def wants_help(arguments: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar, a line per step, accuracies, and where everything is in the end."""
+"""What a person sees while a run goes on: a live table or a line per step, accuracies, and where everything is in the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import re
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
@@ -27,16 +28,19 @@ COLUMNS = [
 
 
 class ConsoleReport(TrainerCallback):
-    """A progress bar (on a terminal) and a compact line per step and evaluation.
+    """A line per step and evaluation; on a terminal, the last steps as a table that is kept up to date, above a progress bar.
 
     Args:
         trainer: the trainer to watch.
         console: where to print.
+        rows: steps that the table holds; earlier ones are lines above it.
     """
 
-    def __init__(self, trainer: Any, console: Console):
-        self.trainer, self.console = trainer, console
+    def __init__(self, trainer: Any, console: Console, rows: int = 12):
+        self.trainer, self.console, self.rows = trainer, console, rows
         self.columns: list[tuple[str, str, str]] = []
+        self.latest: list[tuple[dict[str, float], str]] = []
+        self.scrolled = False
         trainer.on_progress = self.phase
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -45,48 +49,87 @@ class ConsoleReport(TrainerCallback):
             TextColumn("{task.fields[phase]}"),
             TimeRemainingColumn(),
             console=console,
-            transient=True,
-            disable=not console.is_terminal,
         )
+        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if console.is_terminal else None
         self.bar = None
+
+    def stop(self) -> None:
+        """Leave the terminal as it was; a live display that is left on hides the cursor."""
+        if self.live is not None:
+            self.live.stop()
 
     def phase(self, name: str, done: int, total: int) -> None:
         if self.bar is not None:
             self.progress.update(self.bar, phase=f"{name} {done}/{total}")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.progress.start()
         if state.global_step:
             self.print(f"goes on after step {state.global_step}, from {self.trainer.resumed_from}")
         self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
+        if self.live is not None:
+            self.live.start()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.progress.stop()
+        self.stop()
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.trainer.last_metrics
         available = [column for column in COLUMNS if column[1] in metrics]
-        if not self.columns or {c[1] for c in available} - {c[1] for c in self.columns}:
-            # FIRE's branches report what they had; once a column has been seen it stays.
+        # FIRE's branches report what they had; once a column has been seen it stays.
+        news = not self.columns or {c[1] for c in available} - {c[1] for c in self.columns}
+        if news:
             self.columns = [c for c in COLUMNS if c in available or c in self.columns]
-            self.print("  ".join(title.rjust(width(form)) for title, _, form in self.columns), style="bold")
-        line = "  ".join(
-            form.format(metrics[key]) if key in metrics and metrics[key] == metrics[key] else "-".rjust(width(form))
-            for _, key, form in self.columns
-        )
+        note = ""
         if metrics["skipped_update"]:
-            line += "  skipped: " + (
+            note = "skipped: " + (
                 "no rollout to train on" if math.isfinite(metrics["grad_norm"]) else "the gradient is not finite"
             )
-        self.print(line)
         self.progress.update(self.bar, completed=state.global_step, phase="")
+        if self.live is None:
+            if news:
+                self.print(self.header(), style="bold")
+            self.print(self.line(metrics, note))
+            return
+        self.latest.append((dict(metrics), note))
+        if len(self.latest) > self.rows:
+            if not self.scrolled:
+                self.print(self.header(), style="bold")
+            self.scrolled = True
+            self.print(self.line(*self.latest.pop(0)))
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and metrics.get("eval_n"):
             self.print(f"held-out, step {state.global_step}: {accuracy_line(metrics)}", style="cyan")
 
+    def header(self) -> str:
+        return "  ".join(title.rjust(width(form)) for title, _, form in self.columns)
+
+    def line(self, metrics: dict[str, float], note: str) -> str:
+        return "  ".join(cells(self.columns, metrics)) + (f"  {note}" if note else "")
+
+    def render(self) -> Group:
+        """The table of the last steps and the bar."""
+        table = Table()
+        for title, _, _ in self.columns:
+            table.add_column(title, justify="right")
+        noted = any(note for _, note in self.latest)
+        if noted:
+            table.add_column("")
+        for metrics, note in self.latest:
+            style = "yellow" if note else None
+            table.add_row(*(text.strip() for text in cells(self.columns, metrics)), *([note] if noted else []), style=style)
+        return Group(*([table] if self.latest else []), self.progress)
+
     def print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def cells(columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[str]:
+    """The values of a step as text of the columns' widths, a dash where there is none."""
+    return [
+        form.format(metrics[key]) if key in metrics and metrics[key] == metrics[key] else "-".rjust(width(form))
+        for _, key, form in columns
+    ]
 
 
 def visible(text: str) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -79,6 +83,40 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
     joined = {name: torch.cat([getattr(target, name) for target in targets], dim=-1) for name in names}
     tokens = [trainer.processing_class.decode([token]) for token in rollout.response_ids]
     return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
+
+
+def attribution_record(inspection: Inspection, trainer: SelfDistillTrainer) -> dict[str, Any]:
+    """What the attribution view of a report shows: texts, and per token the numbers, those of the fields as one list per field."""
+    rollout, target = inspection.rollout, inspection.target
+
+    def numbers(values: torch.Tensor) -> list[float]:
+        return [float(f"{value:.6g}") for value in values.tolist()]
+
+    return {
+        "uid": rollout.example.uid,
+        "prompt": trainer.encoder.render(student_messages(trainer.task, rollout.example)),
+        "correct": rollout.verdict.correct,
+        "submitted": str(rollout.verdict.submitted),
+        "expected": str(rollout.verdict.expected),
+        "fields": [{"name": field.name, "text": field.text} for field in rollout.feedback],
+        "tokens": inspection.tokens,
+        "rho": numbers(target.rho),
+        "gradient_norm": numbers(target.energy.sqrt()),
+        "chi": numbers(target.chi),
+        "alpha_full": numbers(target.alpha[0]),
+        "alpha": [numbers(row) for row in target.alpha[1:]],
+        "energy": [numbers(row) for row in target.field_energy],
+        "eta": numbers(target.eta),
+        "beta": numbers(inspection.beta),
+    }
+
+
+def save_attribution(records: Sequence[dict[str, Any]], folder: Path, step: int) -> Path:
+    """Write `attribution/step_000010.json` into a run directory, from which `firedistill report` shows it."""
+    path = folder / "attribution" / f"step_{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step": step, "examples": list(records)}), encoding="utf-8")
+    return path
 
 
 def print_inspection(inspection: Inspection, trainer: SelfDistillTrainer, console: Console, views: bool = True) -> None:

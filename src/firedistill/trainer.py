@@ -259,7 +259,7 @@ class SelfDistillTrainer(ResumableTrainer):
             student=student,
             head=self.head,
             teacher_head=self.teacher_head(),
-            teacher=lambda rows, views: self.score_views([rollouts[row] for row in rows], views),
+            teacher=lambda rows, views, lengths=None: self.score_views([rollouts[row] for row in rows], views, lengths),
             saved=lambda rows, views: self.step_log.add(
                 teacher_tokens_saved=sum(self.view_tokens(rollouts[row], view) for row in rows for view in views)
             ),
@@ -424,20 +424,26 @@ class SelfDistillTrainer(ResumableTrainer):
     def view_tokens(self, rollout: Rollout, view: View) -> int:
         return len(self.view_ids(rollout, view)) + len(rollout.response_ids)
 
-    def score_views(self, rollouts: Sequence[Rollout], views: Sequence[View], keep: bool = False) -> list[ResponseStates]:
+    def score_views(
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int] | None = None, keep: bool = False
+    ) -> list[ResponseStates]:
         """The EMA teacher's hidden states at the responses, one `ResponseStates` per view; without gradient.
 
-        With `keep`, the states stay with the rollouts, and the same views are not scored again within the step.
+        Args:
+            lengths: how many tokens of each response to read; all if not given.
+            keep: the states stay with the rollouts, and the same views are not scored again within the step.
         """
-        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        lengths = list(lengths) if lengths is not None else [len(rollout.response_ids) for rollout in rollouts]
         if not rollouts:
             width = unwrap(self.model).config.get_text_config().hidden_size
             return [ResponseStates(torch.empty(0, width, device=self.args.device), []) for _ in views]
         if all(view in rollout.teacher_states for rollout in rollouts for view in views):
-            return [ResponseStates(torch.cat([r.teacher_states[view] for r in rollouts]), lengths) for view in views]
+            kept = [[r.teacher_states[view][:length] for r, length in zip(rollouts, lengths, strict=True)] for view in views]
+            return [ResponseStates(torch.cat(states), lengths) for states in kept]
         prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
+        responses = [rollout.response_ids[:length] for rollout, length in zip(rollouts, lengths, strict=True)]
         before = self.view_scorer.tokens
-        keys, responses = [id(r) for r in rollouts], [r.response_ids for r in rollouts]
+        keys = [id(rollout) for rollout in rollouts]
         with self.timed("seconds_score"), self.teacher.applied():
             states = self.score_in_pieces(lambda: self.view_scorer.score(keys, prompts, responses))
         read = self.view_scorer.tokens - before

@@ -26,6 +26,7 @@ import torch
 from rich.table import Table
 
 MIB = 2**20
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 Row = dict[str, Any]
 
@@ -118,8 +119,9 @@ def synchronise() -> None:
 def peak_mib(factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments: Any) -> dict[str, float | None]:
     """Peak memory in MiB of one run beyond what was held before it, by variant; None where it cannot be read.
 
-    Of the GPU if the run uses one; else resident memory, which only Linux tells. In a process of its own, where no other work has
-    left memory that could be used again; the variants run there one after the other.
+    Of the GPU if the run uses one; else resident memory, which only Linux tells, without what the allocator would keep of freed
+    blocks. In a process of its own, where no other work has left memory that could be used again; the variants run there one after
+    the other.
 
     Args:
         factory: a function of a module, which the new process imports; it answers the functions to measure.
@@ -144,7 +146,9 @@ def _peak_mib(function: Callable[[], Any]) -> float | None:
         function()
         return (torch.cuda.max_memory_allocated() - before) / MIB
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide a part of the peak
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, MIB)  # larger blocks go back when they are freed, as long as they are not needed
+        libc.malloc_trim(0)  # what was freed before would hide a part of the peak
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = status_mib("VmRSS")
     except (OSError, AttributeError, TypeError):

@@ -17,7 +17,14 @@ import torch
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from firedistill.benchmarks.fire_head import step_scale_for
 from firedistill.benchmarks.harness import Options
@@ -58,12 +65,14 @@ class StepSizes:
         fields: words of each feedback field.
         responses: tokens of each response.
         micro_batch: responses per forward and backward pass; divides the number of responses.
+        checkpointing: recompute activations in the backward pass.
     """
 
     prompt: int
     fields: tuple[int, ...]
     responses: tuple[int, ...]
     micro_batch: int = 1
+    checkpointing: bool = False
 
 
 class PrescribedTask(Task):
@@ -79,10 +88,10 @@ class PrescribedTask(Task):
         return Verdict(False, None, example.answer)
 
     def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
-        return tuple(FeedbackField(f"field{j}", words(count, seed=j + 1)) for j, count in enumerate(self.fields))
+        return tuple(FeedbackField(f"field{j}", words(count, seed=f"{example.uid} {j}")) for j, count in enumerate(self.fields))
 
 
-def words(count: int, seed: int = 0) -> str:
+def words(count: int, seed: int | str = 0) -> str:
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
@@ -116,6 +125,11 @@ def random_model(sizes: ModelSizes) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
     return model, tokenizer
 
 
+def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model that the user names, or a random one."""
+    return random_model(sizes) if options.model is None else load_model_and_tokenizer(options.model)
+
+
 class PrescribedSteps:
     """A trainer whose rollouts are given.
 
@@ -125,10 +139,7 @@ class PrescribedSteps:
     """
 
     def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: Options):
-        if options.model is None:
-            model, tokenizer = random_model(model_sizes)
-        else:
-            model, tokenizer = load_model_and_tokenizer(options.model)
+        model, tokenizer = model_of(model_sizes, options)
         self.sizes, self.step_scale = sizes, 1.0
         self.micro_batches, rest = divmod(len(sizes.responses), sizes.micro_batch)
         if rest:
@@ -138,7 +149,7 @@ class PrescribedSteps:
             output_dir=tempfile.mkdtemp(),  # where nothing will be written; removed below
             eval_size=0,
             use_cpu=options.device == "cpu",
-            gradient_checkpointing=False,
+            gradient_checkpointing=sizes.checkpointing,
             per_device_train_batch_size=sizes.micro_batch,
             gradient_accumulation_steps=self.micro_batches,
             max_feedback_tokens=100_000,
@@ -154,22 +165,28 @@ class PrescribedSteps:
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 0.0
         self.trainer.model.train()
-        # The prompt is filled up to the wanted length.
-        opening = len(self.trainer.encoder.encode(student_messages(task, example)))
-        self.example = Example("prescribed/0", words(max(1, sizes.prompt - opening)), "unknown")
-        self.prompt_ids = self.trainer.encoder.encode(student_messages(task, self.example))
+        if sizes.checkpointing:  # what `train` would do; older versions of transformers have the second name only
+            model = self.trainer.model
+            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        # The prompts are filled up to the wanted length, each with words of its own.
+        count = max(1, sizes.prompt - len(self.trainer.encoder.encode(student_messages(task, example))))
+        names = [f"prescribed/{i}" for i in range(len(sizes.responses))]
+        self.examples = [Example(name, words(count, seed=name), "unknown") for name in names]
         draw = random.Random(0)
         rows = unwrap(self.trainer.model).get_input_embeddings().weight.shape[0]
         self.responses = [[draw.randrange(3, rows) for _ in range(length)] for length in sizes.responses]
         self.per_view = ViewScorer(self.trainer.model, share_prefixes=False, max_tokens=1)
         self.shared = ViewScorer(self.trainer.model, share_prefixes=True)
 
+    def prompt_ids(self, example: Example) -> list[int]:
+        return self.trainer.encoder.encode(student_messages(self.trainer.task, example))
+
     def rollouts(self) -> list[Rollout]:
         """New ones, for which no view was tokenised yet, with feedback."""
         verdict = Verdict(False, None, "unknown")
         rollouts = [
-            Rollout(self.example, self.prompt_ids, Response(ids, "", True), verdict, prompt_index=index)
-            for index, ids in enumerate(self.responses)
+            Rollout(example, self.prompt_ids(example), Response(ids, "", True), verdict, prompt_index=index)
+            for index, (example, ids) in enumerate(zip(self.examples, self.responses, strict=True))
         ]
         self.trainer.step_log = StepLog(0.0, self.step_scale, started=time.perf_counter())
         return [rollout for rollout in rollouts if self.trainer.enters_training(rollout)]

@@ -26,7 +26,7 @@ class Sizes:
             prompt=150, fields=(60, 100, 145, 190), responses=tuple(range(200, 385, 20)), micro_batch=2
         )
     )
-    over: tuple[float, ...] = (0.1,)
+    over: tuple[float, ...] = (0.1, 1.0)
     model: ModelSizes = field(default_factory=ModelSizes)
     repeats: int = 3
 

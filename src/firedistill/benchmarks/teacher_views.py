@@ -25,7 +25,7 @@ class Sizes:
     """
 
     prompt: int = 150
-    orders: tuple[tuple[int, ...], ...] = ((60, 100, 145, 190), (190, 145, 100, 60))
+    orders: tuple[tuple[int, ...], ...] = ((60, 100, 145, 190), (124, 124, 124, 123), (190, 145, 100, 60))
     responses: tuple[int, ...] = (300,)
     model: ModelSizes = field(default_factory=ModelSizes)
     repeats: int = 5

@@ -263,20 +263,20 @@ class Fire(Objective):
     ) -> tuple[Tensor, set[int]]:
         """The teacher's states without each field, `[B, K, H]`, at K tokens of the wrong responses, and the responses they lie in.
 
-        The views of a response are scored only if it has such a token: elsewhere they cannot matter. B is the largest number of
-        fields; a response that has fewer repeats its full view.
+        The views of a response are read up to the last such token, and not at all if it has none: elsewhere they cannot matter. B
+        is the largest number of fields; a response that has fewer repeats its full view.
         """
         response = full.per_token(range(len(wrong)))[tokens]
         position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
-        over = {wrong[i] for i in response.unique().tolist()}
-        groups = groups_by_fields(batch, sorted(over))
+        ends = {wrong[i]: int(position[response == i].max()) + 1 for i in response.unique().tolist()}
+        groups = groups_by_fields(batch, sorted(ends))
         states = full.hidden[tokens].repeat(max(map(len, groups)), 1, 1)
         for names, group in groups.items():
-            for j, view in enumerate(batch.teacher(group, range(len(names)))):
+            for j, view in enumerate(batch.teacher(group, range(len(names)), [ends[row] for row in group])):
                 for row, hidden in zip(group, view.hidden.split(view.lengths), strict=True):
                     here = response == wrong.index(row)
                     states[j, here] = hidden[position[here]]
-        return states, over
+        return states, set(ends)
 
     def report(self, batch: TrainingBatch, rows: list[int], correct: Tensor, output: FireHeadOutput) -> None:
         """Token means of the quantities of both branches. Field energies exist only where the views were scored."""

@@ -128,7 +128,8 @@ class TrainingBatch:
         head: the student's head.
         teacher_head: the EMA teacher's (the same projection unless the head is trained).
         teacher: `teacher(rows, views)` scores the responses of these rows under each view, without gradient, and returns one
-            `ResponseStates` per view. Nothing is scored that is not asked for.
+            `ResponseStates` per view. Nothing is scored that is not asked for; `teacher(rows, views, lengths)` reads only so many
+            tokens of each response.
         responses: N, the responses to all prompts of the update over all micro-batches and processes, those included that were
             left out of training.
         prompts: the prompts they answer.
@@ -143,7 +144,7 @@ class TrainingBatch:
     student: ResponseStates
     head: Head
     teacher_head: Head
-    teacher: Callable[[Sequence[int], Sequence[View]], list[ResponseStates]]
+    teacher: Callable[..., list[ResponseStates]]
     responses: int = 1
     prompts: int = 1
     progress: float = 0.0

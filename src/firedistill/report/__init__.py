@@ -1,1 +1,1 @@
-"""Pictures of runs."""
+"""Tables, figures and a page of runs and suites."""

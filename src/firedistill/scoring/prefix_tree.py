@@ -2,7 +2,8 @@
 
 The teacher has no backward pass, so the keys and values of a shared prefix can be kept. Views are scored in the order of their
 shared prefixes, longest first: full, then without the last field, and so on; each one cuts the cache where it departs and extends
-it. That visits the token-id tree of the views depth first with a single cache per rollout. Exact up to floating-point order.
+it. That visits the token-id tree of the views depth first with a single cache per rollout. A rollout that begins like an earlier one,
+as the members of a group do, starts with a copy of what that one has read. Exact up to floating-point order.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class ViewScorer:
             return [states.select(range(v * len(rows), (v + 1) * len(rows))) for v in range(len(prompts))]
         hidden: list[list[Tensor]] = [[None] * len(rows) for _ in prompts]
         for row in rows:
-            reader = self.readers.setdefault(keys[row], PrefixReader(self.model))
+            if keys[row] not in self.readers:
+                self.readers[keys[row]] = self._new_reader(prompts[0][row])
+            reader = self.readers[keys[row]]
             for view in sorted(range(len(prompts)), key=lambda v: -common_prefix(reader.first, prompts[v][row])):  # noqa: B023
                 hidden[view][row] = reader.read(prompts[view][row], responses[row])
             self.tokens += reader.take_count()
@@ -67,6 +70,14 @@ class ViewScorer:
             0, unwrap(self.model).config.get_text_config().hidden_size, device=next(self.model.parameters()).device
         )
         return [ResponseStates(torch.cat(states) if states else empty, list(lengths)) for states in hidden]
+
+    def _new_reader(self, prompt: list[int]) -> PrefixReader:
+        """A reader that knows already what another one has read of this prompt."""
+        reader = PrefixReader(self.model)
+        if self.readers:
+            nearest = max(self.readers.values(), key=lambda other: common_prefix(other.ids, prompt))
+            reader.copy(nearest, common_prefix(nearest.ids, prompt))
+        return reader
 
     def forget(self) -> None:
         """Free the keys and values; to be called before the teacher's weights change."""
@@ -82,6 +93,12 @@ class PrefixReader:
         self.ids: list[int] = []
         self.first: list[int] = []
         self._count = 0
+
+    def copy(self, other: PrefixReader, length: int) -> None:
+        """Take over the first tokens of what another reader has read."""
+        self.ids = other.ids[:length]
+        for index, layer in enumerate(other.cache.layers):
+            self.cache.update(layer.keys[..., :length, :], layer.values[..., :length, :], index)
 
     def read(self, prompt: list[int], response: list[int]) -> Tensor:
         """`[T, H]` states that predict the response tokens."""

@@ -1,0 +1,496 @@
+"""Reports: tables recomputed by hand, curves as the paper interpolates them, rules for what went wrong, and a page that is safe."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from firedistill import cli
+from firedistill.experiments.plan import Plan, PlannedRun
+from firedistill.experiments.runner import SuiteFolder
+from firedistill.report import figures
+from firedistill.report.build import write_report
+from firedistill.report.collapse import (
+    accuracy_drop,
+    collapses,
+    gradient_bursts,
+    gradients_not_finite,
+    length_collapse,
+    runaway_length,
+)
+from firedistill.report.page import attributions_of, rules, safe_json, write_page
+from firedistill.report.runs import (
+    evaluation_curve,
+    interpolate,
+    interpolated_curve,
+    mean_and_deviation,
+    read_run,
+    read_study,
+    step_curve,
+)
+from firedistill.report.tables import accuracy_tables, csv_text, latex, latex_text, markdown, markdown_text, overview
+from firedistill.run_log import json_line
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&\u2028<!--{{ 7*7 }}"
+
+
+def write_run(folder, accuracies=(0.5, 0.6), tokens=None, max_steps=10, steps=None, metrics=None, **settings):
+    """A run directory with evaluations spread evenly over its steps."""
+    folder.mkdir(parents=True)
+    config = {"model": "org/small", "task": "gsm8k", "method": "fire", "seed": 0, "learning_rate": 1e-3, "max_steps": max_steps}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"output_dir": str(folder)} | settings))
+    steps = max_steps if steps is None else steps
+    rows = []
+    for step in range(1, steps + 1):
+        row = {"step": step, "grad_norm": 0.5, "generated_tokens": 20, "response_length": 20.0, "truncated_rate": 0.0}
+        row |= {"cumulative_generated_tokens": 20 * step, "cumulative_train_seconds": 6.0 * step}
+        rows.append(row | {key: values[step - 1] for key, values in (metrics or {}).items()})
+    (folder / "metrics.jsonl").write_text("".join(map(json_line, rows)))
+    evaluations = []
+    for position, accuracy in enumerate(accuracies):
+        step = round(max_steps * position / max(len(accuracies) - 1, 1))
+        if step > steps:
+            break
+        generated = tokens[position] if tokens else 20 * step
+        row = {"step": step, "cumulative_generated_tokens": generated, "cumulative_train_seconds": 6.0 * step}
+        extra = accuracy if isinstance(accuracy, dict) else {"accuracy": accuracy}
+        evaluations.append(row | extra | {"stderr": 0.01, "n": 100})
+    (folder / "evals.jsonl").write_text("".join(map(json_line, evaluations)))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Two methods on two tasks with three seeds, one of them unfinished, and a sweep."""
+    finals = {
+        ("fire", "gsm8k"): [0.60, 0.63, 0.66],
+        ("srpo", "gsm8k"): [0.61, 0.59, 0.60],
+        ("fire", "asdiv"): [0.8, 0.82, 0.84],
+    }
+    folders = []
+    for (method, task), values in finals.items():
+        for seed, value in enumerate(values):
+            folder = tmp_path / "runs" / f"{task}-{method}-{seed}"
+            folders.append(write_run(folder, (0.5, value), method=method, task=task, seed=seed))
+    for seed, (value, steps) in enumerate([(0.9, 10), (0.7, 10), (0.0, 4)]):
+        folder = tmp_path / "runs" / f"asdiv-srpo-{seed}"
+        folders.append(write_run(folder, (0.5, value), steps=steps, method="srpo", task="asdiv", seed=seed))
+    for factor in (0.5, 4):
+        folder = tmp_path / "runs" / f"gsm8k-fire-{factor}"
+        folders.append(write_run(folder, (0.5, 0.25), learning_rate=1e-3 * factor))
+    return folders
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------------------------
+
+
+def test_tables_by_hand(runs):
+    table, rates = accuracy_tables(read_study(runs))
+    assert table.header == ["Algorithm", "GSM8K", "ASDiv", "Avg."]
+    rows = {label: cells for label, cells in table.rows}
+    assert list(rows) == ["SRPO", "FIRE"], "in the order of the paper, FIRE last"
+    # 60, 63, 66: mean 63, deviations -3, 0, 3, so sqrt(18 / 2) = 3. 61, 59, 60: 60 and 1. 90, 70: 80 and sqrt(200).
+    found = {label: [number for c in cells for number in (c.mean, c.deviation, c.n)] for label, cells in rows.items()}
+    assert found["FIRE"] == pytest.approx([63, 3, 3, 82, 2, 3])
+    assert found["SRPO"] == pytest.approx([60, 1, 3, 80, math.sqrt(200), 2])
+    assert [[c.best for c in cells] for cells in rows.values()] == [[False, False], [True, True]]
+    assert table.average == pytest.approx([70, 72.5]) and table.runs is None
+    assert rates.header == ["Algorithm, rate", "GSM8K", "ASDiv"] and [label for label, _ in rates.rows] == [
+        "FIRE, 0.5×",
+        "FIRE, 1×",
+        "FIRE, 4×",
+    ]
+    assert [cells[0].values for _, cells in rates.rows] == [[25], pytest.approx([60, 63, 66]), [25]]
+
+
+def test_the_formats_of_a_table(runs):
+    table, rates = accuracy_tables(read_study(runs))
+    assert markdown(table).splitlines()[2:] == [
+        "| Algorithm | GSM8K | ASDiv | Avg. |",
+        "| --- | ---: | ---: | ---: |",
+        "| SRPO | 60.00 ± 1.00 (n=3) | 80.00 ± 14.14 (n=2) | 70.00 |",
+        "| FIRE | **63.00 ± 3.00 (n=3)** | **82.00 ± 2.00 (n=3)** | **72.50** |",
+    ]
+    text = latex(table)
+    assert r"FIRE & $\mathbf{63.00}{\pm}3.00$ {\scriptsize($n=3$)} & $\mathbf{82.00}{\pm}2.00$" in text
+    assert r"(\%), mean $\pm$ sample" in text and text.count("{") == text.count("}") and text.count("&") == 9
+    assert r"FIRE, 0.5$\times$ & $25.00$ {\scriptsize($n=1$)} & -- \\" in latex(rates)
+    lines = list(csv.DictReader(csv_text([table, rates]).splitlines()))
+    (line,) = [line for line in lines if (line["algorithm"], line["column"]) == ("SRPO", "ASDiv")]
+    assert (line["n"], line["mean"], line["values"], line["best"]) == ("2", "80", "90 70", "0")
+    assert float(line["sample_standard_deviation"]) == pytest.approx(math.sqrt(200), rel=1e-5)
+
+
+def test_one_number_of_runs_stands_in_the_caption(tmp_path):
+    folders = [write_run(tmp_path / str(seed), (0.5, 0.6), seed=seed) for seed in range(2)]
+    (table,) = accuracy_tables(read_study(folders))
+    assert "over 2 runs" in table.caption and "(n=" not in markdown(table) and table.average is None
+    assert "**" not in markdown(table), "the best of one is none"
+
+
+def test_ties_are_all_best(tmp_path):
+    for method in ("fire", "srpo", "veto"):
+        write_run(tmp_path / method, (0.5, 0.55 if method == "veto" else 0.6), method=method)
+    (table,) = accuracy_tables(read_study(sorted(tmp_path.iterdir())))
+    assert {label: cells[0].best for label, cells in table.rows} == {"Veto": False, "SRPO": True, "FIRE": True}
+
+
+def test_categories_have_a_table_of_their_own(tmp_path):
+    final = {"accuracy": 0.5, "accuracy_computer_science": 0.25, "accuracy_physics": 0.75}
+    write_run(tmp_path / "a", (final, final))
+    _, table = accuracy_tables(read_study([tmp_path / "a"]))
+    assert table.columns == ["Computer science", "Physics", "Overall"]
+    assert [cell.mean for cell in table.rows[0][1]] == [25, 75, 50]
+
+
+def test_mean_and_sample_deviation():
+    assert mean_and_deviation([1.0, 3.0]) == (2.0, pytest.approx(math.sqrt(2)))
+    assert mean_and_deviation([4.0])[0] == 4.0 and all(
+        math.isnan(x) for x in mean_and_deviation([4.0])[1:] + mean_and_deviation([])
+    )
+
+
+def test_names_are_text_in_every_format():
+    assert markdown_text("a|b *c* <d>_") == r"a\|b \*c\* \<d\>\_"
+    assert (
+        latex_text(r"50% of a_b & {c} \d ^~") == r"50\% of a\_b \& \{c\} \textbackslash{}d \textasciicircum{}\textasciitilde{}"
+    )
+
+
+# ---- Runs and groups -----------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_averaged_only_where_nothing_but_the_seed_differs(tmp_path):
+    write_run(tmp_path / "a", seed=0, per_device_train_batch_size=8, gradient_accumulation_steps=1, save_steps=5)
+    write_run(tmp_path / "b", seed=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, save_steps=50)
+    write_run(tmp_path / "c", seed=0, per_device_train_batch_size=8, temperature=0.5)
+    write_run(tmp_path / "d", seed=1, per_device_train_batch_size=8)
+    study = read_study([tmp_path / name for name in "abcd"])
+    groups = {group.label: [run.name for run in group.runs] for group in study.settings[0].groups}
+    assert groups == {"FIRE (temperature None)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
+    assert study.notes == ["d is left out: b has the same settings and the same seed."]
+    colours = {group.colour for group in study.settings[0].groups}
+    assert len(colours) == 2
+
+
+def test_the_rate_of_the_comparison(tmp_path):
+    for method, rate in [("fire", 2e-3), ("fire", 1e-3), ("srpo", 1e-3), ("veto", 4e-3)]:
+        write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate)
+    (setting,) = read_study(sorted(tmp_path.iterdir())).settings
+    assert [group.label for group in setting.groups] == ["Veto, 4× rate", "SRPO", "FIRE", "FIRE, 2× rate"]
+    assert [group.label for group in setting.sweep(setting.compared[-1])] == ["FIRE", "FIRE, 2× rate"]
+
+
+def test_what_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\), and no suite"):
+        read_study([tmp_path])
+    write_run(tmp_path / "a", steps=0, accuracies=())
+    with pytest.raises(ValueError, match="has made a step yet"):
+        read_study([tmp_path / "a"])
+    (tmp_path / "a" / "config.yaml").write_text("[1]")
+    with pytest.raises(ValueError, match="must hold a mapping of settings, not list"):
+        read_run(tmp_path / "a")
+
+
+def test_runs_that_go_on_are_in_the_report_but_not_in_the_tables(runs):
+    study = read_study(runs)
+    assert study.notes == ["asdiv-srpo-2 is not finished: step 4 of 10."]
+    (row,) = [row for row in overview(study) if row["Setting"] == "small, ASDiv" and row["Algorithm"] == "SRPO"]
+    assert row["Runs finished"] == "2 of 3" and row["Final accuracy (%)"] == "80.00 ± 14.14"
+    assert row["Accuracy at step 0 (%)"] == "50.00 ± 0.00" and row["Gradient norm, maximum"] == "0.5"
+
+
+def test_a_suite_that_goes_on(tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    names = ["x-fire-seed0", "x-fire-lr2x-seed0", "x-srpo-seed0", "x-veto-seed0"]
+    planned = [
+        PlannedRun(n, "train", "x", {}, "m", "t", n.split("-")[1], 0, 1e-3, 10, "2x" if "2x" in n else "") for n in names
+    ]
+    suite.widen(Plan("mine", "My suite", {}, planned))
+    write_run(suite.run_folder(names[0]), (0.5, 0.7))
+    write_run(suite.run_folder(names[1]), (0.5, 0.3), learning_rate=2e-3)
+    write_run(suite.run_folder(names[2]), (0.5, 0.7), steps=5, method="srpo")
+    for name in names[:2]:
+        (suite.run_folder(name) / "adapter").mkdir()
+        (suite.run_folder(name) / "adapter" / "adapter_config.json").touch()
+    study, written = write_report([suite.folder], tmp_path / "out")
+    # 6 seconds a step by the runs' own logs, 5 and 10 steps to do.
+    assert study.title == "My suite" and study.notes[0] == "Suite mine: 2 done, 2 to do; about 90 s left."
+    assert [group.label for group in study.settings[0].groups] == ["SRPO", "FIRE", "FIRE, 2× rate"]
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "2 of 3 runs finished" in page and "still going, or were stopped" in page
+    names = {path.name for path in written}
+    assert {
+        "learning-rates.svg",
+        "learning-rates-gradient-norm.png",
+        "gradient-norm.svg",
+        "accuracy.csv",
+        "overview.md",
+    } <= names
+    assert all(path.stat().st_size for path in written)
+
+
+# ---- Curves ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_interpolation_on_the_jointly_covered_grid(tmp_path):
+    """By hand: one run goes straight from 0 to 200 tokens, the other from 100 to 400, with a bend at 200."""
+    first = read_run(write_run(tmp_path / "a", (0.2, 0.6), tokens=[0, 200]))
+    second = read_run(write_run(tmp_path / "b", (0.1, 0.5, 0.7), tokens=[100, 150, 400], seed=1))
+    curve = interpolated_curve([first, second], "cumulative_generated_tokens", points=3)
+    assert curve.x == [100, 150, 200]
+    # First: 0.4, 0.5, 0.6. Second: 0.1, 0.5, then 0.5 + 0.2 * 50 / 250 = 0.54.
+    assert curve.mean == pytest.approx([0.25, 0.5, 0.57])
+    deviation = [0.3 / math.sqrt(2), 0, 0.06 / math.sqrt(2)]
+    assert [h - m for h, m in zip(curve.high, curve.mean, strict=True)] == pytest.approx(deviation)
+    assert [m - low for low, m in zip(curve.low, curve.mean, strict=True)] == pytest.approx(deviation)
+
+
+def test_runs_without_a_trajectory_or_a_common_range(tmp_path):
+    whole = read_run(write_run(tmp_path / "a", (0.2, 0.6)))
+    begun = read_run(write_run(tmp_path / "b", (0.2, 0.6), steps=1, seed=1))
+    assert (
+        interpolated_curve([whole, begun], "cumulative_train_seconds").x
+        == interpolated_curve([whole], "cumulative_train_seconds").x
+    )
+    later = read_run(write_run(tmp_path / "c", (0.2, 0.6), tokens=[500, 600], seed=2))
+    assert interpolated_curve([whole, later], "cumulative_generated_tokens").x == []
+    assert interpolated_curve([begun], "cumulative_generated_tokens").x == []
+    curve = interpolated_curve([whole], "cumulative_train_seconds")
+    assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 60.0, 100) and curve.low == curve.mean
+    with pytest.raises(ValueError, match="outside"):
+        interpolate([(0, 1), (1, 2)], 3)
+
+
+def test_curves_over_steps_go_as_far_as_all_runs(tmp_path):
+    a = read_run(write_run(tmp_path / "a", max_steps=4, metrics={"grad_norm": [1.0, math.nan, 3.0, 9.0]}))
+    b = read_run(write_run(tmp_path / "b", max_steps=4, steps=3, metrics={"grad_norm": [3.0, math.nan, math.inf]}))
+    curve = step_curve([a, b], "grad_norm")
+    assert (curve.x, curve.mean, curve.low, curve.high) == ([1, 3], [2.0, 3.0], [1.0, 3.0], [3.0, 3.0])
+    assert evaluation_curve([a, b]).x == [0]
+
+
+# ---- What went wrong ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_length_collapse_is_a_fall_that_lasts():
+    steps = list(range(1, 61))
+    fallen = [40.0] * 20 + [10.0] * 40
+    event = length_collapse(steps, fallen)
+    # The median of five steps falls with the third short one, step 23.
+    assert (event.step, event.rule) == (23, "length collapse") and event.text == "response length fell from 40 to 10 tokens"
+    assert length_collapse(steps, [40.0] * 60) is None and length_collapse(steps, [40.0] * 20 + [21.0] * 40) is None
+    assert length_collapse(steps, [40.0] * 20 + [10.0] * 9 + [40.0] * 31) is None, "it recovers"
+    assert length_collapse(steps[:27], fallen[:27]).step == 23, "to the end of the run"
+    assert length_collapse(steps[:26], fallen[:26]) is None, "too early to say"
+    assert length_collapse(steps[:9], [40.0] * 4 + [1.0] * 5) is None, "too short a run"
+
+
+def test_a_runaway_length():
+    steps = list(range(1, 41))
+    assert runaway_length(steps, [0.0] * 20 + [0.75] * 20).step == 23
+    assert runaway_length(steps, [0.5] * 20 + [1.0] * 20) is None, "it was so from the beginning"
+
+
+def test_gradient_bursts():
+    norms = [0.5] * 20 + [60.0, 0.5, 30.0] + [0.5] * 20 + [4.0, 0.5, 6.0] + [0.5] * 4
+    events = gradient_bursts(list(range(1, len(norms) + 1)), norms)
+    assert [(event.step, event.value) for event in events] == [(21, 60.0), (46, 6.0)]
+    assert events[0].text == "gradient norm 60, the median before it 0.5; 2 steps"
+    assert gradient_bursts(list(range(40)), [0.01] * 20 + [0.9] + [0.01] * 19) == [], "below the clipping threshold"
+    assert gradient_bursts(list(range(4)), [0.1, 0.1, 50.0, 0.1]) == [], "too little to compare with"
+    assert [e.step for e in gradient_bursts([7, 8, 9, 10, 11, 12], [0.1] * 5 + [0.5], threshold=0.2)] == []
+    gone = gradients_not_finite([1, 2, 3, 20], [0.1, math.nan, math.inf, math.nan])
+    assert [(event.step, event.text) for event in gone] == [
+        (2, "the gradient was not finite; 2 steps"),
+        (20, "the gradient was not finite"),
+    ]
+
+
+def test_an_accuracy_drop_is_one_that_stays():
+    steps, errors = [0, 25, 50, 75, 100], [0.02] * 5
+    event = accuracy_drop(steps, [0.5, 0.6, 0.4, 0.3, 0.35], errors)
+    assert event.step == 50 and event.text == "accuracy 60.0% at step 25, 40.0% at step 50, 35.0% in the end"
+    assert accuracy_drop(steps, [0.5, 0.6, 0.4, 0.6, 0.6], errors) is None, "it recovers"
+    # Two standard errors of the difference: 2 * sqrt(2) * 0.02 = 0.057.
+    assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.545], errors) is None
+    assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.54], errors).step == 100
+    assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.551], [0.0] * 5) is None, "five points at least"
+    assert accuracy_drop([], [], []) is None
+
+
+def test_the_events_of_a_run_in_order():
+    metrics = [
+        {"step": s, "grad_norm": 50.0 if s == 30 else 0.5, "response_length": 40.0 if s <= 20 else 5.0} for s in range(1, 61)
+    ]
+    metrics[4]["grad_norm"] = math.nan
+    evaluations = [{"step": 0, "accuracy": 0.6, "stderr": 0.01, "n": 9}, {"step": 60, "accuracy": 0.1, "stderr": 0.01, "n": 9}]
+    evaluations.append({"step": 60, "accuracy": math.nan, "stderr": math.nan, "n": 0})
+    found = [(event.step, event.rule) for event in collapses(metrics, evaluations)]
+    assert found == [(5, "gradient not finite"), (23, "length collapse"), (30, "gradient burst"), (60, "accuracy drop")]
+    assert collapses([], []) == [] and collapses([{"step": 1, "loss": 0.5}], []) == []
+
+
+def test_the_rules_are_documented_where_they_are():
+    assert len(rules()) == 4 and all(rule.endswith(".") and "*" not in rule for rule in rules())
+
+
+# ---- The page ------------------------------------------------------------------------------------------------------------------------
+
+
+def page_of(paths, folder):
+    study = read_study(paths)
+    return write_page(study, accuracy_tables(study), folder / "index.html").read_text()
+
+
+class Page(HTMLParser):
+    """Elements of the page, and the text of its scripts."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.scripts, self.within, self.text = [], [], None, ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self.within = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.within = None
+
+    def handle_data(self, data):
+        if self.within == "script":
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def attribution(**changes):
+    example = {
+        "uid": f"u{HOSTILE}",
+        "prompt": HOSTILE,
+        "correct": False,
+        "submitted": HOSTILE,
+        "expected": HOSTILE,
+        "fields": [{"name": HOSTILE, "text": HOSTILE}],
+        "tokens": [HOSTILE, "\ud800"],
+        **{name: [0.5, 1.0] for name in ("rho", "gradient_norm", "chi", "alpha_full", "eta", "beta")},
+        "alpha": [[0.5, 0.0]],
+        "energy": [[0.123456789, 0.0]],
+    }
+    return {"step": 10, "examples": [example | changes]}
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """A run in which every text that a user, a model or a dataset can write is hostile."""
+    run = write_run(
+        tmp_path / "run", task=HOSTILE, model=f"a/{HOSTILE}", method=f"m:{HOSTILE}", metrics={"grad_norm": [math.nan] * 10}
+    )
+    (run / "attribution").mkdir()
+    (run / "attribution" / "step_000010.json").write_text(json.dumps(attribution()))
+    return run
+
+
+def test_no_text_can_break_out_of_the_page(hostile, tmp_path):
+    write_report([hostile], tmp_path / "out")
+    text = (tmp_path / "out" / "index.html").read_text()
+    page = Page(text)
+    assert [tag for tag, _ in page.elements].count("script") == 2 and "img" not in dict(page.elements)
+    assert text.count("</script") == 2 and "<!--" not in text.partition("<body>")[2]
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert HOSTILE.replace("\u2028", "") in page.text.replace("\u2028", ""), "shown as what it is, the template's braces too"
+    data = json.loads(page.scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    example = data["attributions"][0]["examples"][0]
+    assert example["prompt"] == example["tokens"][0] == example["fields"][0]["name"] == HOSTILE
+    assert example["energy"] == [[0.123457, 0.0]]
+    for name in (path.name for path in (tmp_path / "out" / "tables").iterdir()):
+        assert "/" not in name and "<" not in name
+
+
+def test_the_page_needs_nothing_else(hostile, tmp_path):
+    text = page_of([hostile], tmp_path)
+    page = Page(text)
+    assert not any({"src", "srcset"} & set(attributes) for _, attributes in page.elements)
+    assert all(attributes["href"].startswith("#") for tag, attributes in page.elements if "href" in attributes)
+    assert "url(" not in text and "@import" not in text and "innerHTML" not in page.scripts[1]
+    (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy, "no other script may run"
+
+
+def test_the_page_can_be_used_by_keyboard_and_screen_reader(runs, tmp_path):
+    page = Page(page_of(runs, tmp_path))
+    regions = [attributes for _, attributes in page.elements if attributes.get("class") == "scroll"]
+    assert regions and all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in regions)
+    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    assert {a["href"][1:] for tag, a in page.elements if tag == "a"} <= ids
+    wanted = set(re.findall(r'byId\("([a-z-]+)"\)', page.scripts[1])) - {
+        "source", "example", "mode", "mode-text", "verdict", "prompt", "fields", "response", "numbers",
+    }  # fmt: skip
+    assert wanted <= ids
+    assert next(attributes for tag, attributes in page.elements if tag == "html")["lang"] == "en"
+
+
+def test_json_of_the_page():
+    assert json.loads(safe_json({"a": [1.23456789, math.nan, math.inf, True, 7, "x"]})) == {
+        "a": [1.23457, None, None, True, 7, "x"]
+    }
+    assert not set("<>&\u2028\u2029") & set(safe_json("</script>&\u2028\u2029<!--"))
+    assert json.loads(safe_json("</script>&\u2028<!--")) == "</script>&\u2028<!--"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        json.dumps({"step": 1}),
+        json.dumps(attribution(rho=[1.0])),
+        json.dumps(attribution(alpha=[])),
+        json.dumps(attribution(energy=[[1.0]])),
+        json.dumps(attribution(chi=["x", "y"])),
+    ],
+)
+def test_an_attribution_file_that_is_none_is_left_out_and_said(content, tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "attribution").mkdir()
+    (run / "attribution" / "step_000001.json").write_text(content)
+    notes = []
+    assert attributions_of(read_run(run), notes) == [] and "is left out, it is no attribution file" in notes[0]
+
+
+# ---- The command ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=4)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "run is not finished: step 4 of 10." in out and f"wrote {tmp_path / 'out' / 'index.html'}" in out
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "curves.svg")]) == 0
+    assert (tmp_path / "curves.svg").is_file() and not (tmp_path / "curves.svg").is_dir()
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "CHARTS", figures.CHARTS[:1])
+    for name in ("one", "two"):
+        figures.write_figures(read_study(runs[:4]), tmp_path / name)
+    (svg,) = (tmp_path / "one").glob("*.svg")
+    text = svg.read_text()
+    assert text == (tmp_path / "two" / svg.name).read_text()
+    # Axes with names, a legend with every method, and what the band is.
+    for label in ("optimizer step", "gradient norm", "FIRE", "SRPO", "small, GSM8K", "lowest to highest run"):
+        assert label in text

@@ -1,0 +1,541 @@
+"""Suites: what they plan, where runs stand, who may take one, and a real one that is killed and continued."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from firedistill import cli, options
+from firedistill.experiments import command
+from firedistill.experiments.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
+from firedistill.experiments.runner import (
+    Runner,
+    RunState,
+    SuiteFolder,
+    array_part,
+    duration,
+    is_alive,
+    seconds_left,
+    share,
+    started,
+    summary,
+    train_command,
+)
+from firedistill.run_log import read_jsonl
+from tiny import save_checkpoint
+
+TESTS = str(Path(__file__).parent)
+
+RECIPE = """\
+model: {model}
+task: tiny:ToyTask
+model_dtype: float32
+use_cpu: true
+gradient_checkpointing: no
+learning_rate: 2.0e-3
+lr_scheduler_type: constant
+warmup_steps: 1
+max_steps: 16
+save_steps: 2
+eval_steps: 8
+eval_size: 2
+max_new_tokens: 5
+per_device_train_batch_size: 2
+"""
+
+SUITE = """\
+title: a toy
+seeds: [0, 1]
+blocks:
+  - recipes: [toy.yaml]
+    methods: [fire, full_context]
+    settings: {ema_rate: 0.5}
+  - recipes: [toy.yaml]
+    methods: [fire]
+    settings: {ema_rate: 0.5}
+    learning_rate_factors: [0.5, 1, 2]
+"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """A suite file with its recipe beside it."""
+    (tmp_path / "toy.yaml").write_text(RECIPE.format(model="somewhere"))
+    (tmp_path / "suite.yaml").write_text(SUITE)
+    return tmp_path / "suite.yaml"
+
+
+# ---- Plans -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_main_table():
+    plan = make_plan("table1")
+    assert len(plan.runs) == 6 * 9 * 3 and len({run.id for run in plan.runs}) == 162
+    assert {run.model for run in plan.runs} == {"Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"}
+    rates = {run.task: run.learning_rate for run in plan.runs}
+    assert rates == dict(gsm8k=4e-6, asdiv=4e-6, aqua_rat=2e-6, arc_challenge=4e-6, winogrande=4e-6, wic=1e-6)
+    steps = {run.task: run.max_steps for run in plan.runs}
+    assert steps == dict(gsm8k=200, asdiv=200, aqua_rat=250, arc_challenge=200, winogrande=150, wic=200)
+    assert all(set(run.settings) == {"method", "seed"} for run in plan.runs), "everything else is the recipe's"
+
+
+def test_the_papers_table_of_the_large_model():
+    plan = make_plan("table-14b")
+    assert len(plan.runs) == 7 * 2 and not {"on_policy_sft", "veto"} & {run.method for run in plan.runs}
+
+
+def test_the_papers_ablation_has_its_own_rates_for_the_small_model():
+    plan = make_plan("ablation", seeds=[7])
+    assert len(plan.runs) == 6 * 4 and {run.seed for run in plan.runs} == {7}
+    small = {
+        run.task: (run.learning_rate, run.settings["nominal_learning_rate"], run.max_steps)
+        for run in plan.runs
+        if "1.5B" in run.model
+    }
+    assert small == {"gsm8k": (6e-6, 1e-6, 200), "asdiv": (1e-5, 1e-6, 200), "aqua_rat": (5e-6, 5e-7, 200)}
+    assert all("learning_rate" not in run.settings for run in plan.runs if "3B" in run.model)
+
+
+def test_the_papers_sweep():
+    plan = make_plan("lr-sweep", seeds=[0])
+    rates = {}
+    for run in plan.runs:
+        rates.setdefault(run.task, []).append(run.learning_rate)
+    assert rates["gsm8k"] == [2e-6, 4e-6, 8e-6, 16e-6] and rates["wic"] == [5e-7, 1e-6, 2e-6, 4e-6]
+    nominal = {run.task: run.settings["nominal_learning_rate"] for run in plan.runs}
+    assert nominal == dict(gsm8k=1e-7, asdiv=5e-7, aqua_rat=1e-8, arc_challenge=5e-7, winogrande=5e-7, wic=5e-8)
+
+
+def test_the_laboratory_names_every_method_and_the_sweep(monkeypatch):
+    """With a stand-in for its recipe, which may be another one tomorrow."""
+    monkeypatch.setattr(options, "read_recipe", lambda name: {"lab": {"model": "lab", "learning_rate": 1e-3}}[name])
+    plan = make_plan("lab")
+    assert len({run.method for run in plan.runs}) == 12 and {run.seed for run in plan.runs} == {0, 1, 2}
+    assert len(plan.runs) == 12 * 3 + 2 * 3 * 3, "the sweep's factor 1 is the run that is there already"
+
+
+def test_a_sweep_keeps_the_nominal_rate(toy):
+    runs = {run.id: run for run in make_plan(str(toy), seeds=[3]).runs}
+    assert list(runs) == ["toy-fire-seed3", "toy-full_context-seed3", "toy-fire-lr0.5x-seed3", "toy-fire-lr2x-seed3"]
+    assert runs["toy-fire-lr2x-seed3"].settings == {
+        "ema_rate": 0.5,
+        "method": "fire",
+        "seed": 3,
+        "learning_rate": 4e-3,
+        "nominal_learning_rate": 2e-3,
+    }
+    assert runs["toy-fire-lr2x-seed3"].variant == "2x" and runs["toy-fire-seed3"].recipe == str(toy.parent / "toy.yaml")
+
+
+def test_options_for_all_runs_win_and_are_checked(toy):
+    plan = make_plan(str(toy), only=["full_context"], options={"max_steps": "3", "ema_rate": "1"})
+    assert [(run.max_steps, run.settings["ema_rate"]) for run in plan.runs] == [(3, "1")] * 2
+    with pytest.raises(ValueError, match="unknown option 'max_step'"):
+        make_plan(str(toy), options={"max_step": "3"})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("title: x", "is no suite: it must hold a mapping with a list of blocks"),
+        ("blocks: [3]", "a block is 3; expected a mapping"),
+        ("blocks: [{recipe: [toy.yaml]}]", "unknown key 'recipe'; a block may have learning_rate_factors, methods"),
+        ("blocks: [{recipes: toy.yaml, methods: [fire]}]", "recipes is 'toy.yaml'; expected a list"),
+        ("blocks: [{recipes: [toy.yaml]}]", "methods is None; expected a list"),
+        ("blocks: [{recipes: [nix], methods: [fire]}]", "no recipe 'nix'"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fires]}]", "fires"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [0]}]", "expected numbers above 0"),
+        (
+            "blocks: [{recipes: [toy.yaml], methods: [fire]}, {recipes: [toy.yaml], methods: [fire], settings: {top_p: 1}}]",
+            "two runs",
+        ),
+        ("blocks: [", "is not valid YAML"),
+    ],
+)
+def test_suite_files_that_cannot_be_meant(text, complaint, toy):
+    toy.write_text(text)
+    with pytest.raises(ValueError, match=complaint):
+        plan = make_plan(str(toy))
+        from firedistill.objectives import load_objective
+
+        [load_objective(run.method, {}) for run in plan.runs]
+
+
+def test_every_built_in_suite_can_be_read():
+    assert built_in_suites() == ["ablation", "lab", "lr-sweep", "table-14b", "table1"]
+    assert all(read_suite(name)[1]["title"] for name in built_in_suites())
+
+
+def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    suite.widen(make_plan(str(toy), seeds=[0], only=["fire"]))
+    plan = suite.widen(make_plan(str(toy)))
+    assert len(plan.runs) == 8 and read_plan(suite.plan_path) == plan
+    with pytest.raises(ValueError, match=r"plans toy-fire-seed0 with other settings \(max_steps 16 there, 3 now"):
+        suite.widen(make_plan(str(toy), options={"max_steps": "3"}))
+    with pytest.raises(ValueError, match="holds suite 'suite', not 'other'"):
+        merge(plan, Plan("other", "", {}), tmp_path)
+    suite.plan_path.write_text("{")
+    with pytest.raises(ValueError, match="is no plan of a suite"):
+        assert suite.plan
+
+
+# ---- Runs, with a stub instead of training -----------------------------------------------------------------------------------
+
+STUB = """\
+import json, os, pathlib, sys, time
+folder, steps, behaviour = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder.mkdir(parents=True, exist_ok=True)
+with (folder / "calls").open("a") as file:
+    file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
+if behaviour == "sleep":
+    time.sleep(60)
+if behaviour == "fail":
+    print("Traceback: it broke")
+    sys.exit(3)
+with (folder / "metrics.jsonl").open("w") as file:
+    for step in range(1, steps + 1):
+        file.write(json.dumps({"step": step}) + "\\n")
+(folder / "evals.jsonl").write_text(json.dumps({"step": steps, "accuracy": 0.5, "n": 4}) + "\\n")
+(folder / "adapter").mkdir(exist_ok=True)
+(folder / "adapter" / "adapter_config.json").touch()
+"""
+
+
+def stub(behaviour):
+    """A command that leaves what a run leaves; `behaviour` maps the id of a run to "fail" or "sleep"."""
+
+    def command_of(suite, run):
+        return [sys.executable, "-c", STUB, str(suite.run_folder(run)), str(run.max_steps), behaviour.get(run.id, "")]
+
+    return command_of
+
+
+def work(suite, plan, behaviour=None, runs=None, **options):
+    told = []
+    runner = Runner(suite, plan, runs or plan.runs, command=stub(behaviour or {}), told=told.append, pause=0.02, **options)
+    states = runner.work()
+    return {name: state.name for name, state in states.items()}, told
+
+
+def calls(suite, name):
+    path = suite.run_folder(name) / "calls"
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.fixture
+def suite(toy, tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    suite.widen(make_plan(str(toy), seeds=[0]))
+    return suite
+
+
+def test_runs_are_made_once_failed_ones_again_on_request_only(suite):
+    plan = suite.plan
+    broken = plan.runs[1].id
+    states, told = work(suite, plan, {broken: "fail"})
+    assert states == {run.id: "failed" if run.id == broken else "done" for run in plan.runs}
+    assert any(line.startswith(f"{broken}: failed, exit status 3: Traceback: it broke (log: ") for line in told)
+    assert "it broke" in suite.log_path(plan.runs[1]).read_text()
+    assert work(suite, plan)[0][broken] == "failed"
+    assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
+    assert set(work(suite, plan, retry_failed=True)[0].values()) == {"done"}
+    assert {run.id: len(calls(suite, run.id)) for run in plan.runs} == {run.id: 1 + (run.id == broken) for run in plan.runs}
+    assert not list((suite.folder / "state").glob("*.lock.*")) and not suite.lock_path(plan.runs[0]).exists()
+    state = suite.state(plan.runs[0])
+    assert (state.step, state.accuracy) == (16, 0.5)
+
+
+def test_a_retry_that_fails_again_is_not_tried_for_ever(suite):
+    plan = suite.plan
+    behaviour = {run.id: "fail" for run in plan.runs}
+    work(suite, plan, behaviour)
+    assert set(work(suite, plan, behaviour, retry_failed=True)[0].values()) == {"failed"}
+    assert all(len(calls(suite, run.id)) == 2 for run in plan.runs)
+
+
+def test_a_run_that_was_finished_before_anybody_could_write_it_down_is_done(suite):
+    plan = suite.plan
+    subprocess.run(stub({})(suite, plan.runs[0]), check=True)
+    assert suite.state(plan.runs[0]).name == "done"
+    work(suite, plan)
+    assert len(calls(suite, plan.runs[0].id)) == 1
+
+
+def test_runs_are_spread_over_the_gpus(suite):
+    plan = suite.plan
+    work(suite, plan, slots=[{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "7"}])
+    used = [calls(suite, run.id)[0] for run in plan.runs]
+    assert used[:2] == ["4", "7"] and set(used) == {"4", "7"}
+
+
+def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
+    """The suite's process is killed, the run's is not: it is neither lost nor made twice at the same time."""
+    plan = suite.plan
+    slow = plan.runs[0]
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=work, args=(suite, plan, {slow.id: "sleep"}))
+    process.start()
+    wait_for(lambda: calls(suite, slow.id))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    child = json.loads(suite.lock_path(slow).read_text())["child"]
+    assert suite.state(slow).name == "running", "its own process is still going"
+    told = []
+
+    def end_it(runner):
+        if any("still going from before" in line for line in told):
+            os.kill(child, signal.SIGKILL)
+
+    runner = Runner(suite, plan, plan.runs, command=stub({}), told=told.append, watch=end_it, pause=0.02)
+    states = runner.work()
+    assert {state.name for state in states.values()} == {"done"} and len(calls(suite, slow.id)) == 2
+    assert all(len(calls(suite, run.id)) == 1 for run in plan.runs[1:])
+
+
+def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
+    plan = suite.plan
+
+    def stopped(suite, run):
+        return [sys.executable, "-c", "import sys; sys.exit(143)"] if run == plan.runs[0] else stub({})(suite, run)
+
+    told = []
+    states = Runner(suite, plan, plan.runs, command=stopped, told=told.append, pause=0.02).work()
+    assert [state.name for state in states.values()] == ["to do", "done", "done", "done"]
+    assert any("stopped by a signal after step 0; the next call continues it" in line for line in told)
+
+
+def test_sigterm_stops_the_runs_and_leaves_them_to_do(suite):
+    plan = suite.plan
+    fork = multiprocessing.get_context("fork")
+    process = fork.Process(target=quietly, args=(suite, plan, {plan.runs[0].id: "sleep"}))
+    process.start()
+    wait_for(lambda: calls(suite, plan.runs[0].id))
+    child = json.loads(suite.lock_path(plan.runs[0]).read_text())["child"]
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == 0 and not is_alive(child, None)
+    assert suite.state(plan.runs[0]).name == "to do" and not suite.lock_path(plan.runs[0]).exists()
+
+
+def quietly(*arguments):
+    try:
+        work(*arguments)
+    except KeyboardInterrupt:
+        return
+
+
+def test_two_processes_never_take_the_same_run(suite):
+    plan = suite.plan
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, args=(suite, plan)) for _ in range(4)]
+    [process.start() for process in processes]
+    [process.join(20) for process in processes]
+    assert all(process.exitcode == 0 for process in processes)
+    assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_locks_of_the_living_hold_and_those_of_the_dead_do_not(where, suite):
+    plan = suite.plan
+    run = plan.runs[0]
+    host = __import__("socket").gethostname() if where == "here" else "another"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    suite.write_lock(run, {"pid": os.getpid(), "pid_started": started(os.getpid()), "host": host})
+    assert suite.take(run, plan, False) is None and suite.state(run).name == "running"
+    if where == "here":
+        # The number is in use again, by a process that started at another time.
+        suite.write_lock(run, {"pid": os.getpid(), "pid_started": "1", "host": host, "child": dead.pid})
+    else:
+        os.utime(suite.lock_path(run), (time.time() - 1e4,) * 2)
+    assert suite.state(run).name == "to do"
+    assert suite.take(run, plan, False)["pid"] == os.getpid()
+
+
+def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    assert wait_for(lambda: not is_alive(process.pid, None))
+    process.wait()
+    assert is_alive(os.getpid(), None) and not is_alive(None, None)
+
+
+def wait_for(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+    return found
+
+
+# ---- Warm starts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warm(toy):
+    (toy.parent / "first.yaml").write_text(RECIPE.format(model="somewhere") + "feedback_share: 0.5\n")
+    toy.write_text("blocks: [{recipes: [toy.yaml], methods: [fire, veto], seeds: [0], warmstart: first.yaml}]")
+    suite = SuiteFolder(toy.parent / "w")
+    suite.widen(make_plan(str(toy), options={"data_dir": str(toy.parent), "max_steps": "5"}))
+    return suite
+
+
+def test_a_shared_warm_start_is_run_once_and_first(warm):
+    plan = warm.plan
+    first, *others = plan.runs
+    assert (first.id, first.command, first.settings) == ("warmstart-first", "warmstart", {"data_dir": str(warm.folder.parent)})
+    assert first.max_steps == 16, "the runs' own length is not the warm start's"
+    assert [run.needs for run in others] == [first.id] * 2
+    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in train_command(warm, others[0])
+    assert train_command(warm, first)[3] == "warmstart"
+    assert warm.state(others[0], plan).name == "waiting"
+    assert set(work(warm, plan, slots=[{}, {}, {}])[0].values()) == {"done"}
+    assert [len(calls(warm, run.id)) for run in plan.runs] == [1, 1, 1]
+
+
+def test_runs_without_their_warm_start_do_not_start(warm):
+    plan = warm.plan
+    states, _ = work(warm, plan, {"warmstart-first": "fail"})
+    assert list(states.values()) == ["failed", "waiting", "waiting"]
+    assert warm.state(plan.runs[1], plan).note == "warmstart-first failed"
+    part = share(plan.runs, 1, 2)
+    assert [run.id for run in part] == ["warmstart-first", "toy-veto-seed0"]
+
+
+# ---- Shares, estimates, commands -----------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_an_array_cover_the_runs_once(toy):
+    runs = make_plan(str(toy)).runs
+    parts = [share(runs, index, 3) for index in range(3)]
+    assert sorted(run.id for part in parts for run in part) == sorted(run.id for run in runs)
+    with pytest.raises(ValueError, match="--index is 3 --of 3; expected 0 to 2"):
+        share(runs, 3, 3)
+
+
+def test_slurm_arrays():
+    assert array_part({}) is None
+    assert array_part({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}) == (3, 8)
+    shifted = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_STEP": "2"}
+    assert array_part(shifted | {"SLURM_ARRAY_TASK_COUNT": "4"}) == (2, 4)
+    with pytest.raises(ValueError, match="say --index I --of N"):
+        array_part({"SLURM_ARRAY_TASK_ID": "3"})
+
+
+def test_the_time_left(toy):
+    plan = make_plan(str(toy), seeds=[0])  # fire, full_context, fire at two other rates; 16 steps each
+    fire, full, half, double = (run.id for run in plan.runs)
+    states = {run.id: RunState("to do") for run in plan.runs}
+    assert seconds_left(plan, states) is None and summary(plan, states) == "4 to do; time left not known yet"
+    states[fire] = RunState("done", 16, seconds=32.0, steps=16)
+    assert seconds_left(plan, states) == 2.0 * 48, "nothing is known about full_context but its recipe"
+    states[full] = RunState("running", 6, seconds=24.0, steps=6)
+    assert seconds_left(plan, states) == 4.0 * 10 + 2.0 * 32
+    states[half] = RunState("failed", 3)
+    states[double] = RunState("running", 8)
+    assert seconds_left(plan, states) == (4.0 * 10 + 2.0 * 8) / 2, "two go on at the same time"
+    assert summary(plan, states) == "1 done, 2 running, 1 failed; about 28 s left"
+    done = {run.id: RunState("done", 16) for run in plan.runs}
+    assert seconds_left(plan, done) == 0 and summary(plan, done) == "4 done"
+
+
+def test_durations():
+    assert [duration(s) for s in (5, 99.4, 100, 3540, 7500, 200_000)] == [
+        "5 s",
+        "99 s",
+        "2 min",
+        "59 min",
+        "2 h 05 min",
+        "2 d 7 h",
+    ]
+
+
+def test_a_dry_run_writes_nothing_and_shows_every_command(toy, capsys, monkeypatch):
+    monkeypatch.chdir(toy.parent)
+    before = sorted(toy.parent.rglob("*"))
+    assert cli.main(["suite", "suite.yaml", "--dry-run", "--seeds", "0,5", "--only", "full_context", "--max-steps", "4"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("to do    firedistill train ") == 2 and "--seed=5" in out and "--max_steps=4" in out
+    assert "2 runs, 8 optimizer steps; nothing was run or written" in out and sorted(toy.parent.rglob("*")) == before
+
+
+def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, monkeypatch):
+    behaviour = {"toy-fire-seed0": "fail"}
+    monkeypatch.setattr(command, "Runner", functools.partial(Runner, command=stub(behaviour), pause=0.02))
+    call = ["suite", str(toy), "-o", str(tmp_path / "s"), "--seeds", "0", "--only", "fire", "full_context", "--max_steps", "5"]
+    assert cli.main(call) == 1
+    out = capsys.readouterr().out
+    assert "4 runs in " in out and "toy-fire-seed0: failed, exit status 3: Traceback: it broke" in out and "\x1b" not in out
+    assert "3 done, 1 failed\n" in out and "failed: toy-fire-seed0; --retry-failed runs them again" in out
+    behaviour.clear()
+    assert cli.main(call[:-2]) == 1, "the options for all runs are kept, the failed run is not repeated"
+    assert cli.main(["suite", str(tmp_path / "s"), "--retry-failed"]) == 0
+    assert "4 done\n" in capsys.readouterr().out
+    assert cli.main([*call[:-1], "6"]) == 2
+    assert "plans toy-fire-seed0 with other settings (max_steps 5 there, 6 now" in capsys.readouterr().err
+    assert cli.main(["suite", str(tmp_path / "s"), "--seeds", "8"]) == 2
+    assert "plans no run with these seeds and methods" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "name a suite: one of ablation, lab"),
+        (["nix"], "no suite 'nix'"),
+        (["{toy}", "--only", "fires"], "--only names 'fires'; "),
+        (["{toy}", "--index", "1"], "--index and --of belong together"),
+        (["{toy}", "--jobs", "0"], "--jobs is 0; expected 1 or more"),
+        (["{toy}", "--seed", "1"], "--seed differs from run to run of a suite; use --only, --seeds, -o"),
+        (["{toy}", "--status", "-o", "{toy}-none"], "holds no suite: it has no plan.json"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(arguments, complaint, toy, capsys):
+    assert cli.main(["suite", *(a.format(toy=toy) for a in arguments)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+# ---- The real thing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_run_killed_on_the_way_ends_like_one_that_was_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "toy.yaml").write_text(RECIPE.format(model=save_checkpoint(tmp_path / "base")))
+    (tmp_path / "suite.yaml").write_text("blocks: [{recipes: [toy.yaml], methods: [fire]}]")
+    folder = tmp_path / "s"
+    suite = SuiteFolder(folder)
+    plan = suite.widen(make_plan(str(tmp_path / "suite.yaml")))
+    (run,) = plan.runs
+    process = multiprocessing.get_context("fork").Process(target=Runner(suite, plan, plan.runs).work)
+    process.start()
+    metrics = suite.run_folder(run) / "metrics.jsonl"
+    wait_for(lambda: len(read_jsonl(metrics)) >= 4, seconds=60)
+    child = json.loads(suite.lock_path(run).read_text())["child"]
+    os.kill(process.pid, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    process.join()
+    wait_for(lambda: not is_alive(child, None))
+    at = len(read_jsonl(metrics))
+    assert 4 <= at < 16 and suite.state(run, plan).name == "to do"
+    capsys.readouterr()
+    assert cli.main(["suite", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert f"{run.id}: continued after step " in out and f"{run.id}: done in " in out and "1 done" in out
+    assert "--resume" in suite.log_path(run).read_text()
+    assert cli.main(["suite", str(tmp_path / "suite.yaml"), "-o", str(folder), "--status"]) == 0
+    assert "1 done" in capsys.readouterr().out
+    assert cli.main(["train", run.recipe, "--method", "fire", "--seed", "0", "--output_dir", str(tmp_path / "whole")]) == 0
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        found, expected = read_jsonl(suite.run_folder(run) / name), read_jsonl(tmp_path / "whole" / name)
+        assert [row["step"] for row in found] == [row["step"] for row in expected]
+        for a, b in zip(found, expected, strict=True):
+            same = {k: v for k, v in b.items() if "seconds" not in k}
+            assert {k: a[k] for k in same} == pytest.approx(same, rel=1e-4, abs=1e-6, nan_ok=True)
