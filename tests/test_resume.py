@@ -226,6 +226,8 @@ def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, mod
     assert same_runs(whole, copy) == []
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         t.checkpoint_to_resume(str(copy / "checkpoint-9"))
+    with pytest.raises(CheckpointError, match="holds a run of its own"):
+        t.checkpoint_to_resume(str(whole / "checkpoint-2"))
 
 
 def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy, model):

@@ -197,6 +197,13 @@ def choose(wanted: str | bool | None, run: str | Path) -> Path | None:
         return Path(last_checkpoint(run))
     if not Path(wanted).is_dir():
         raise CheckpointError(f"there is no checkpoint {wanted}; give a folder checkpoint-<step>, or auto")
+    if Path(wanted).resolve().parent != Path(run).resolve() and (
+        all_checkpoints(run) or (Path(run) / "metrics.jsonl").exists()
+    ):
+        raise CheckpointError(
+            f"{run} holds a run of its own, and {wanted} is another one's: go on with the one that is there (--resume), or name "
+            "another --output_dir"
+        )
     check(Path(wanted))
     return Path(wanted)
 
