@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import shutil
 import time
 
@@ -32,10 +33,12 @@ def found(
     trainer = SelfDistillTrainer(args=config, task=task or ToyTask(), train_examples=train, eval_examples=held_out)
     setup(trainer)
     texts: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
+    before = random.getstate()
     for finding in preflight(trainer):
         assert finding.level == "note" or finding.mend, "a finding comes with its mend"
         assert "\n" not in str(finding)
         texts[finding.level].append(str(finding))
+    assert random.getstate() == before, "what is looked at does not change the run"
     assert not any((tmp_path / "run").iterdir()), "nothing is written"
     return texts
 
@@ -62,6 +65,7 @@ class Strict(ToyTask):
         self.wrong, self.error = wrong, error
 
     def verify(self, example, response):
+        random.random()
         if int(example.uid.rpartition("/")[2]) < self.wrong:
             if self.error:
                 raise LookupError("no such key")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from firedistill.checkpoints import random_state, restore_random_state
 from firedistill.faults import TaskFault
 from firedistill.models.loading import end_of_turn_id
 from firedistill.prompts import student_messages, teacher_messages
@@ -70,7 +71,11 @@ def preflight(trainer: SelfDistillTrainer) -> list[Finding]:
         disk_has_room,
         memory_has_room,
     ]
-    return [finding for check in checks for finding in check(trainer)]
+    state = random_state()
+    try:
+        return [finding for check in checks for finding in check(trainer)]
+    finally:
+        restore_random_state(state)  # a verifier may draw: whether it was looked at must not change the run
 
 
 def spread(examples: Sequence[Example], n: int = CHECKED) -> list[Example]:
