@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
 from firedistill.checkpoints import CheckpointError, check, seal
+from firedistill.feedback import structured_feedback
 from firedistill.options import OptionError, build_config, read_recipe
 from firedistill.prompts import PromptEncoder, student_messages, teacher_messages
+from firedistill.rollouts.engine import Response
 from firedistill.run_log import read_jsonl
 from killable import RandomTask, killable_config, train
 from tiny import SPECIAL, ToyTask, byte_tokenizer, save_checkpoint
@@ -255,7 +257,32 @@ def test_a_run_on_hostile_data(model, tmp_path, caplog):
     assert "its prompt has 1000" in caplog.text
 
 
-@pytest.mark.parametrize("text", [text for text in NASTY if len(text) < 1000 and "\ud800" not in text])
+def test_a_run_on_hostile_responses(model, tmp_path):
+    """With the four fields of the paper, which quote the response."""
+
+    class Quoting(ToyTask):
+        final_marker = "####"
+
+        def feedback(self, example, response, verdict):
+            return structured_feedback(self, example, response, verdict)
+
+    class NastyEngine:
+        def generate(self, prompts, sampling, seed, progress=None, limits=None):
+            texts = [NASTY[(seed + i) % len(NASTY)] for i in range(len(prompts))]
+            return [Response([40 + i, 41, 42], text, True) for i, text in enumerate(texts)]
+
+    trainer = SelfDistillTrainer(
+        args=killable_config(model, tmp_path / "run", "no_attribution", 6, eval_size=0), task=Quoting()
+    )
+    trainer.rollout_engine = NastyEngine()
+    trainer.train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row.get("skipped_over_budget", 0) for row in rows] == [0] * 6
+    rollouts = [r for path in sorted(tmp_path.glob("run/rollouts/*")) for r in pq.read_table(path).to_pylist()]
+    assert {r["response"] for r in rollouts} >= {NASTY[0], NASTY[4]} and all(len(str(r["feedback"])) < 5000 for r in rollouts)
+
+
+@pytest.mark.parametrize("text", [text for text in NASTY if len(text) < 1000])
 def test_no_text_ends_or_opens_a_turn(text):
     encoder, task = PromptEncoder(byte_tokenizer()), NastyTask()
     example = Example("x", text, "y")
@@ -265,7 +292,7 @@ def test_no_text_ends_or_opens_a_turn(text):
     for messages in (student_messages(task, example), teacher_messages(task, example, feedback)):
         ids = encoder.encode(messages)
         assert [token for token in ids if token < len(SPECIAL)] == control
-        assert text in byte_tokenizer().decode(ids, skip_special_tokens=False)
+        assert text.replace("\ud800", "\ufffd") in byte_tokenizer().decode(ids, skip_special_tokens=False)
 
 
 def test_log_lines_steer_no_terminal(model, tmp_path, capsys, monkeypatch):
