@@ -112,6 +112,7 @@ def test_a_checkpoint_holds_no_pickle_and_everything_else(whole):
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no list", "list of nothing"])
 def test_a_checkpoint_that_is_not_whole_is_never_taken(damage, whole, copy, model, caplog):
     newest = copy / "checkpoint-4"
+    (copy / ".unfinished-checkpoint-3").mkdir()
     victim = newest / "teacher.safetensors"
     content = victim.read_bytes()
     if damage == "missing":
@@ -126,6 +127,7 @@ def test_a_checkpoint_that_is_not_whole_is_never_taken(damage, whole, copy, mode
         (newest / "checkpoint.json").write_text('{"files": []}')
     continued = train(model, copy, "fire", 4)
     assert continued.resumed_from.name == "checkpoint-2" and "checkpoint-4 is" in caplog.text
+    assert not list(copy.glob(".*")), "what a kill left behind is gone"
     assert same_runs(whole, copy) == []
     victim.write_bytes(b"")
     with pytest.raises(CheckpointError, match="teacher.safetensors is not what was written"):

@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be taken; the message says which, why, and what to do."""
 
 
-# ---- Folders that are whole or not there -------------------------------------------------------------------------------------
+# ---- Folders and files that are whole or not there ---------------------------------------------------------------------------
 
 
 @contextmanager
@@ -65,6 +65,18 @@ def written_whole(target: Path) -> Iterator[Path]:
         raise
     sync_folder(target.parent)
     discard(replaced)
+
+
+@contextmanager
+def written_at_once(path: Path) -> Iterator[Path]:
+    """A file to write to, which takes the place of `path` when the block ends; gone if it raises."""
+    unfinished = path.with_name(UNFINISHED + path.name)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def discard(folder: Path) -> None:
@@ -215,7 +227,10 @@ def rotate(run: str | Path, keep: int | None, also: str | None = None) -> None:
 
 
 def remove_after(run: str | Path, step: int) -> None:
-    """Remove the checkpoints, complete or not, of steps that the run will make again."""
+    """Remove the checkpoints, complete or not, of steps that the run will make again, and what a kill left unfinished."""
+    for prefix in (UNFINISHED, REPLACED):
+        for path in Path(run).glob(f"{prefix}*"):
+            discard(path) if path.is_dir() else path.unlink(missing_ok=True)
     for folder in all_checkpoints(run):
         if step_of(folder) > step:
             discard(folder)

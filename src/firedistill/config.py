@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
+from firedistill.checkpoints import written_at_once
 from firedistill.prompts import TokenBudget
 from firedistill.rollouts.engine import Sampling
 
@@ -254,7 +255,8 @@ class SelfDistillConfig(TrainingArguments):
 
     def save_yaml(self, path: str | Path) -> None:
         """Write the resolved settings; `firedistill train` takes the file as a recipe."""
-        Path(path).write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        with written_at_once(Path(path)) as unfinished:
+            unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def run_folder(task: str, what: str, seed: int) -> str:

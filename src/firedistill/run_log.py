@@ -6,15 +6,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from firedistill.checkpoints import UNFINISHED
+from firedistill.checkpoints import UNFINISHED, written_at_once
 from firedistill.rollouts.engine import Rollout
 
 logger = logging.getLogger(__name__)
@@ -129,18 +128,6 @@ class RunLog:
     def _failed(self, what: str, error: Exception) -> None:
         self.failed_writes += 1
         logger.error("%s (%s); the run goes on. Make room in %s", what, error, self.folder)
-
-
-@contextmanager
-def written_at_once(path: Path) -> Iterator[Path]:
-    """A file to write to, which takes the place of `path` when the block ends; gone if it raises."""
-    unfinished = path.with_name(UNFINISHED + path.name)
-    try:
-        yield unfinished
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def json_line(row: dict[str, Any]) -> str:

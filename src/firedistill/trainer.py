@@ -574,6 +574,8 @@ class SelfDistillTrainer(ResumableTrainer):
     def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, and the model card."""
         folder = Path(self.args.output_dir)
+        if self.run_log is not None:
+            self.run_log.sync()
         with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
             self.save_model(str(unfinished))
         if self.run_log is not None:
