@@ -229,7 +229,7 @@ def prompts_fit(trainer: SelfDistillTrainer) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "teacher's prompt",
-            f"feedback and response have {max(room, 0)} tokens less than they may take together",
+            f"{max(room, 0)} tokens are left for feedback, which may take {args.max_feedback_tokens}",
             f"raise max_context_tokens by {args.max_feedback_tokens - room}; responses whose view is too long are left out",
         )
     positions = getattr(unwrap(trainer.model).config.get_text_config(), "max_position_embeddings", None)
