@@ -1,10 +1,13 @@
 """Started by torchrun in `test_distributed.py`: trains on this rank's share and writes what came out."""
 
+import os
 import random
+import signal
 import sys
 from pathlib import Path
 
 import torch
+from transformers import TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.rollouts.engine import Response
@@ -24,9 +27,17 @@ class ScriptedEngine:
         return responses
 
 
+class SignalAt(TrainerCallback):
+    """One process of several is asked to stop."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
-    """`kind` is warmstart, a method, or a method with scripted rollouts (`srpo:scripted`)."""
-    method, _, scripted = kind.partition(":")
+    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), or one that is stopped and goes on."""
+    method, _, how = kind.partition(":")
     warm_start = method == "warmstart"
     config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
     config = config_class(
@@ -47,8 +58,15 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         ddp_backend="gloo",
     )
     trainer = trainer_class(args=config, task=ToyTask())
-    if scripted:
+    if how == "scripted":
         trainer.rollout_engine = ScriptedEngine()
+    if how == "stopped":
+        trainer.add_callback(SignalAt())
+        trainer.train()
+        assert trainer.state.global_step == 2 and trainer.stop.signal == signal.SIGTERM, (
+            "both processes stop after the same step"
+        )
+        trainer = trainer_class(args=config, task=ToyTask())
     trainer.train()
     weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
     torch.save(weights, Path(folder) / f"rank{config.process_index}.pt")

@@ -437,17 +437,18 @@ def test_the_resolved_settings_of_a_run_train_again(run, recipe, tmp_path, fired
     ]
 
 
-def test_a_run_that_is_there_is_continued_only_on_request(run, tmp_path, firedistill):
+def test_a_run_that_is_there_goes_on(run, tmp_path, firedistill):
     killed = tmp_path / "killed [bold]"  # a path is no markup either
     shutil.copytree(run, killed)
     for name in ("checkpoint-4", "adapter"):
         shutil.rmtree(killed / name)
     (killed / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()[:-20])
-    told = firedistill("train", killed, "--output_dir", killed)
-    assert told.status == 2 and f"{killed} holds a run already: --resume goes on with it, --overwrite" in told.err
+    told = firedistill("train", killed, "--seed", 1)
+    assert told.status == 2 and "seed was 0, is 1" in told.err and "--overwrite" in told.err
     assert len(read_jsonl(killed / "metrics.jsonl")) == 3
-    told = firedistill("train", killed, "--output_dir", killed, "--resume")
+    told = firedistill("train", killed, "--resume")
     assert told.status == 0 and f"run directory  {killed}" in told.out
+    assert f"goes on after step 2, from {killed / 'checkpoint-2'}" in told.out
     for name in ("metrics.jsonl", "evals.jsonl"):
         same_rows(comparable(killed / name), comparable(run / name))
     assert (killed / "adapter" / "adapter_model.safetensors").is_file()
@@ -467,7 +468,10 @@ def test_overwrite_replaces_a_run_once_the_new_settings_have_proved_usable(recip
 
 
 def test_all_prompts_over_the_budget(recipe, tmp_path, firedistill):
-    told = firedistill("train", recipe, "--output_dir", tmp_path / "run", "--max_prompt_tokens", 3, "--max_steps", 2)
+    options = ["train", recipe, "--output_dir", tmp_path / "run", "--max_prompt_tokens", 3, "--max_steps", 2]
+    told = firedistill(*options)
+    assert told.status == 2 and "have more than 3 tokens" in told.err and not (tmp_path / "run" / "metrics.jsonl").exists()
+    told = firedistill(*options, "--preflight", "skip")
     assert told.status == 0 and "2 of 2 steps had nothing to train on" in told.out
     assert "skipped: no rollout to train on" in told.out
     for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines():

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 
+from firedistill import SelfDistillConfig, SelfDistillTrainer
+from firedistill.checkpoints import CheckpointError
 from firedistill.run_log import read_jsonl
-from tiny import save_checkpoint
+from killable import without_times
+from tiny import ToyTask, save_checkpoint
 
 TESTS = Path(__file__).parent
 
@@ -22,12 +28,15 @@ pytestmark = pytest.mark.skipif(
 # Rollouts are scripted where one process must see the same ones as two; sampled ones depend on the process.
 COMPARED = ["warmstart", "fire:scripted", "on_policy_sft:scripted", "srpo:scripted", "scope:scripted", "top_d:scripted"]
 SAMPLED = ["fire", "tropd"]
+# The first is asked to stop after its second step (by a signal to one of the processes), and goes on.
+STOPPED = ["fire:stopped", "tropd:stopped"]
 
 
 def launch(kinds: list[str], checkpoint: str, folder: Path, processes: int, batch: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(TESTS / "distributed_worker.py"), ",".join(kinds), checkpoint, str(folder), str(batch)]
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
 
@@ -38,7 +47,7 @@ def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     checkpoint = save_checkpoint(folder / "base")
     launch(COMPARED, checkpoint, folder / "one", 1, 4)
-    launch(COMPARED + SAMPLED, checkpoint, folder / "two", 2, 2)
+    launch(COMPARED + SAMPLED + STOPPED, checkpoint, folder / "two", 2, 2)
     return folder / "one", folder / "two"
 
 
@@ -71,3 +80,37 @@ def test_two_ranks_stay_together(kind, folders):
     assert [row["step"] for row in rows] == [1, 2, 3] and all(row["skipped_update"] == 0 for row in rows)
     evaluations = read_jsonl(run / "evals.jsonl")
     assert [row["n"] for row in evaluations] == [5] * len(evaluations)
+
+
+@pytest.mark.parametrize("kind", COMPARED)
+def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
+    """At the start, where the weights are equal to the bit."""
+    found = []
+    for folder in folders:
+        row = read_jsonl(folder / kind / "evals.jsonl")[0]
+        answers = pq.read_table(folder / kind / "rollouts" / "eval_000000.parquet").to_pylist()
+        found.append((without_times(row), sorted((a["uid"], a["response"], a["correct"]) for a in answers)))
+        assert row["n"] == 5 and row["accuracy"] == sum(a["correct"] for a in answers) / 5
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", STOPPED)
+def test_two_ranks_go_on_from_their_checkpoint_to_the_bit(kind, folders):
+    stopped, whole = folders[1] / kind, folders[1] / kind.partition(":")[0]
+    for rank in (0, 1):
+        expected = weights(whole, rank)
+        for name, value in weights(stopped, rank).items():
+            assert torch.equal(value, expected[name])
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        rows, expected = ([without_times(row) for row in read_jsonl(folder / name)] for folder in (stopped, whole))
+        assert json.dumps(rows) == json.dumps(expected)
+    assert (stopped / "checkpoint-2").is_dir() and (stopped / "adapter").is_dir()
+
+
+def test_another_number_of_processes_is_another_run(folders):
+    run = folders[1] / "fire:stopped"
+    changes = {"per_device_train_batch_size": 4, "ddp_backend": None}
+    config = SelfDistillConfig(**yaml.safe_load((run / "config.yaml").read_text()) | changes)
+    trainer = SelfDistillTrainer(args=config, task=ToyTask())
+    with pytest.raises(CheckpointError, match="per_device_train_batch_size was 2, is 4; world_size was 2, is 1"):
+        trainer.checkpoint_to_resume("auto")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import shutil
 import sys
@@ -22,7 +23,7 @@ examples:
   firedistill warmstart quickstart-warmstart
   firedistill train quickstart --seed 1
   firedistill train gsm8k-qwen2.5-1.5b --data_dir data --max_steps 50
-  firedistill train runs/my-run --resume
+  firedistill train runs/my-run                      goes on where it stopped
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill inspect runs/my-run --save --count 8
@@ -53,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[parsed.command][0](unknown + parsed.rest, console)
     except KeyboardInterrupt:
-        Console(stderr=True).print("stopped; a run with a checkpoint goes on with --resume", style="yellow")
+        Console(stderr=True).print(
+            "stopped; with a checkpoint, the same command and --resume go on with the run", style="yellow"
+        )
         return 130
     except (ValueError, OSError, ImportError) as error:
         # What a user can get wrong is a ValueError with a message that says so, a file that cannot be used, or a package that is
@@ -85,17 +88,19 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         print_help(config_class, console, command, everything="--help-all" in arguments)
         return 0
     arguments = list(arguments)
+    allowed = take_list(arguments, "allow_changes")
+    checks = take_option(arguments, "preflight", "run")
+    if checks not in {"run", "only", "skip"}:
+        raise ValueError(f"--preflight is {checks!r}; expected run, only or skip")
     resume, overwrite = ("--resume" in arguments), ("--overwrite" in arguments)
     if resume and overwrite:
         raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
     config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
     quiet_libraries()
     folder = Path(config.output_dir)
-    replaces = (folder / "metrics.jsonl").exists() and not resume
-    if replaces and not overwrite:
-        raise ValueError(
-            f"{folder} holds a run already: --resume goes on with it, --overwrite replaces it, or name another --output_dir"
-        )
+    wanted = True if resume else False if overwrite else config.resume_from_checkpoint
+    if wanted is None:
+        refuse_another_run(folder, config)
 
     from firedistill.display import ConsoleReport, before_and_after, correct_rate_trend
     from firedistill.report.curves import plot_runs
@@ -105,15 +110,30 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
     )
     trainer = trainer_class(args=config)
-    if replaces and trainer.is_world_process_zero():  # not before the new settings have proved usable
+    checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
+    if checks != "skip":
+        check_before_training(trainer, console, notes=checks == "only")
+        if checks == "only":
+            return 0
+    if (
+        overwrite and (folder / "metrics.jsonl").exists() and trainer.is_world_process_zero()
+    ):  # the new settings have proved usable
+        if any(folder.resolve() in (place, *place.parents) for place in (Path.cwd(), Path.home())):
+            raise ValueError(f"{folder} holds more than a run; it is not removed: name a folder of its own by --output_dir")
         shutil.rmtree(folder)
         folder.mkdir()
     report = ConsoleReport(trainer, console)
     trainer.add_callback(report)
     try:
-        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
     finally:
         report.stop()
+    if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
+        console.print(
+            f"stopped by {trainer.stop.name} after step {trainer.state.global_step}; go on with: firedistill {command} {folder}",
+            soft_wrap=True,
+        )
+        return 128 + trainer.stop.signal
     evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))
@@ -162,10 +182,10 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             "--checkpoint takes student and teacher of that step instead of the last ones."
         )
         return 0
+    from firedistill.checkpoints import newest_checkpoint
     from firedistill.display import visible
     from firedistill.inspection import attribution_record, inspect_example, print_inspection, save_attribution
     from firedistill.run_log import read_jsonl
-    from firedistill.trainer import last_checkpoint
 
     arguments = list(arguments)
     save = "--save" in arguments
@@ -191,8 +211,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
     if checkpoint is not None:
         trainer.teacher.load(str(checkpoint))
-    elif list(Path(trainer.args.output_dir).glob("checkpoint-*/teacher.safetensors")):
-        trainer.teacher.load(last_checkpoint(trainer.args.output_dir))
+    elif (newest := newest_checkpoint(trainer.args.output_dir)) is not None:
+        trainer.teacher.load(newest)
     if not save:
         print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
         return 0
@@ -300,13 +320,57 @@ COMMANDS = {
 }
 
 
+def check_before_training(trainer, console: Console, notes: bool) -> None:
+    """Print what the preflight finds, notes only if asked for.
+
+    Raises:
+        ValueError: there are errors.
+    """
+    from firedistill.display import visible
+    from firedistill.preflight import preflight
+
+    findings = preflight(trainer)
+    if trainer.is_world_process_zero():
+        for finding in findings:
+            if notes or finding.level != "note":
+                console.print(visible(str(finding)), soft_wrap=True)
+    if errors := [finding for finding in findings if finding.level == "error"]:
+        raise ValueError(
+            f"{len(errors)} thing{'s' * (len(errors) > 1)} to mend before training: {'; '.join(e.text for e in errors)} "
+            "(--preflight skip trains nevertheless)"
+        )
+
+
+def refuse_another_run(folder: Path, config: SelfDistillConfig) -> None:
+    """A run without checkpoint is started again if it has the same settings.
+
+    Raises:
+        ValueError: the folder holds another run, and nothing says what is to become of it.
+    """
+    from firedistill.checkpoints import all_checkpoints
+    from firedistill.resume import defaults_of, differences, stored_settings, to_plain
+
+    if all_checkpoints(folder) or not (folder / "metrics.jsonl").exists():
+        return
+    earlier = stored_settings(folder)
+    changed = differences({"settings": earlier or {}}, {"settings": to_plain(config.resolved())}, defaults_of(config))
+    if earlier is None or changed:
+        raise ValueError(
+            f"{folder} holds a run already, with other settings and no checkpoint ({'; '.join(map(str, changed))}): --overwrite "
+            "replaces it, or name another --output_dir"
+        )
+
+
 def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -> SelfDistillConfig:
     """`[RECIPE] [--option value ...]` to settings."""
     from firedistill.options import build_config, parse_overrides
 
     arguments = list(arguments)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
-    return build_config(config_class, recipe, parse_overrides(arguments))
+    overrides = parse_overrides(arguments)
+    if recipe is not None and (Path(recipe) / "config.yaml").is_file():
+        overrides.setdefault("output_dir", recipe)  # a run that was moved is where it is, not where it was
+    return build_config(config_class, recipe, overrides)
 
 
 def trainer_for(arguments: Sequence[str]):
@@ -344,6 +408,21 @@ def take_option(arguments: list[str], name: str, default: str) -> str:
     return value
 
 
+def take_list(arguments: list[str], name: str) -> list[str]:
+    """Remove `--name a b c` (or `--name a,b`) from the arguments; the values."""
+    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
+    start = next((i for i, argument in enumerate(arguments) if argument.partition("=")[0] in spellings), None)
+    if start is None:
+        return []
+    end = next((i for i in range(start + 1, len(arguments)) if arguments[i].startswith("--")), len(arguments))
+    values = [arguments[start].partition("=")[2], *arguments[start + 1 : end]]
+    del arguments[start:end]
+    found = [value.replace("-", "_") for text in values for value in text.split(",") if value]
+    if not found:
+        raise ValueError(f"--{name} needs the names of options, for instance --{name} learning_rate max_steps")
+    return found
+
+
 def take_number(arguments: list[str], name: str, default: int) -> int:
     number = take_option(arguments, name, str(default))
     if not number.isdecimal():
@@ -362,11 +441,18 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     from firedistill.objectives import registered_objectives
     from firedistill.options import built_in_recipes, default_of, option_groups
 
-    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite]", ""]
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]"]
+    out += ["    [--preflight only | skip]", ""]
     out += ["RECIPE is a YAML file, a run directory, or one of:"]
     names = ", ".join(built_in_recipes())
     out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    out += ["--resume goes on from the last checkpoint of the run directory; --overwrite replaces a run that is there."]
+    out += textwrap.wrap(
+        "A run directory that holds a checkpoint of the same settings is continued; --resume insists on that, "
+        "--resume_from_checkpoint DIR names the checkpoint, --allow_changes names the settings that may differ from then on. "
+        "--overwrite replaces a run that is there. Data, verifier, prompts, tokenizer, disk and memory are looked at before the "
+        "first step: --preflight only does nothing else, --preflight skip leaves it out.",
+        100,
+    )
     ours: set[str] = set()
     for group, options in option_groups(config_class).items():
         out += ["", f"{group}:"]
@@ -390,7 +476,11 @@ def quiet_libraries() -> None:
     """Keep the libraries' own bars and notes to developers off the screen; their warnings to users stay."""
     import transformers
 
+    from firedistill.display import Visibly
+
     transformers.utils.logging.disable_progress_bar()
+    if logging.lastResort is not None:  # prints our warnings where nobody has set up logging
+        logging.lastResort.setFormatter(Visibly())
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
 
 

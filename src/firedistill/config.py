@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
+from firedistill.checkpoints import written_at_once
 from firedistill.prompts import TokenBudget
 from firedistill.rollouts.engine import Sampling
 
@@ -72,6 +74,9 @@ class SelfDistillConfig(TrainingArguments):
     )
     data_dir: str | None = training_setting(
         None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet)."
+    )
+    task_timeout: float | None = training_setting(
+        10.0, "Seconds that the task may take for one verdict or feedback before it counts as failed; 'none' for no limit."
     )
     train_size: int | None = training_setting(None, "Problems in the training pool; all of the split if not given.")
 
@@ -162,8 +167,7 @@ class SelfDistillConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
-            task = self.task.replace(":", "-").replace("/", "-")
-            self.output_dir = str(Path("runs") / f"{task}-{self.method.replace(':', '-')}-seed{self.seed}")
+            self.output_dir = run_folder(self.task, self.method, self.seed)
         self._check()
         if not self.eval_steps:
             self.eval_steps = self.max_steps  # before the first step and after the last
@@ -208,6 +212,12 @@ class SelfDistillConfig(TrainingArguments):
             (self.model_dtype in {"bfloat16", "float16", "float32"}, "model_dtype", "expected bfloat16, float16 or float32"),
             (self.quantization in {None, "nf4"}, "quantization", "expected 'nf4', or leave it out"),
             (self.eval_size >= 0, "eval_size", "0 turns evaluation off"),
+            (self.task_timeout is None or self.task_timeout > 0, "task_timeout", "expected seconds above 0, or none"),
+            (
+                not self.save_only_model,
+                "save_only_model",
+                "a checkpoint here can always be continued; for the adapter alone take adapter/ in the run directory",
+            ),
             (self.train_size is None or self.train_size > 0, "train_size", "leave it out to use the whole split"),
             (
                 self.max_new_tokens < self.max_context_tokens,
@@ -242,11 +252,18 @@ class SelfDistillConfig(TrainingArguments):
             name: value
             for name, value in values.items()
             if name in ours or (name in defaults and value != defaults[name] and name not in DERIVED_OPTIONS)
+            if not name.endswith("_token")  # secrets stay where they are
         }
 
     def save_yaml(self, path: str | Path) -> None:
         """Write the resolved settings; `firedistill train` takes the file as a recipe."""
-        Path(path).write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        with written_at_once(Path(path)) as unfinished:
+            unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def run_folder(task: str, what: str, seed: int) -> str:
+    """`runs/<task>-<what>-seed<seed>`; names cannot lead out of `runs`."""
+    return str(Path("runs") / re.sub(r"[^\w.+-]+", "-", f"{task}-{what}-seed{seed}").lstrip("."))
 
 
 # Inherited settings that `__post_init__` derives from others; written out, they would contradict a later change.

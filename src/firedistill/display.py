@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from typing import Any
@@ -62,6 +63,8 @@ class ConsoleReport(TrainerCallback):
             self.progress.update(self.bar, phase=f"{name} {done}/{total}")
 
     def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step:
+            self.print(f"goes on after step {state.global_step}, from {self.trainer.resumed_from}")
         self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
         if self.live is not None:
             self.live.start()
@@ -134,6 +137,13 @@ def visible(text: str) -> str:
     return re.sub(
         r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text
     )
+
+
+class Visibly(logging.Formatter):
+    """Log lines in which names and texts of others can neither steer a terminal nor begin a line of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(record.getMessage()).replace("\n", r"\n")
 
 
 def width(form: str) -> int:

@@ -42,21 +42,25 @@ def fitting_prompts(
     budget: TokenBudget,
     first_index: int = 0,
 ) -> tuple[list[Prompt], list[Example]]:
-    """Student prompts within the budget, and the examples whose prompt is over it; their uids are logged.
+    """Student prompts within the budget, and the examples that are left out; their uids are logged.
 
-    The limit is `budget.prompt`, or `budget.context` less the longest response.
+    The limit is `budget.prompt`, or `budget.context` less the longest response. Left out is also an example whose prompt cannot be
+    built at all: the task's function or the chat template, both programs of others, raised.
     """
-    prompts = [
-        Prompt(example, encoder.encode(student_messages(task, example)), first_index + position)
-        for position, example in enumerate(examples)
-    ]
     limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
-    skipped = [prompt for prompt in prompts if len(prompt.token_ids) > limit]
-    for prompt in skipped:
-        logger.warning(
-            "%s left out: its prompt has %d tokens, the limit is %d", prompt.example.uid, len(prompt.token_ids), limit
-        )
-    return [prompt for prompt in prompts if len(prompt.token_ids) <= limit], [prompt.example for prompt in skipped]
+    prompts, skipped = [], []
+    for position, example in enumerate(examples):
+        try:
+            ids = encoder.encode(student_messages(task, example))
+            reason = f"its prompt has {len(ids)} tokens, the limit is {limit}" if len(ids) > limit else None
+        except Exception as error:
+            reason = f"its prompt cannot be built ({type(error).__name__}: {error})"
+        if reason is None:
+            prompts.append(Prompt(example, ids, first_index + position))
+        else:
+            logger.warning("%s left out: %s", example.uid, reason)
+            skipped.append(example)
+    return prompts, skipped
 
 
 def summarise(rollouts: Sequence[Rollout]) -> dict[str, Any]:
@@ -76,6 +80,8 @@ def summarise(rollouts: Sequence[Rollout]) -> dict[str, Any]:
         "truncated_rate": share([not r.response.finished for r in rollouts]),
         "response_length": share([len(r.response_ids) for r in rollouts]),
     }
+    if failed := sum(r.verdict.failed for r in rollouts):
+        summary["failed_verdicts"] = failed
     categories = sorted({r.example.category for r in rollouts if r.example.category})
     for category in categories:
         members = [r.verdict.correct for r in rollouts if r.example.category == category]

@@ -78,8 +78,12 @@ def read_recipe(name: str) -> dict[str, Any]:
     if not path.is_file() and not built_in.is_file():
         raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_recipes())}")
     try:
-        values = yaml.safe_load((path if path.is_file() else built_in).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = (path if path.is_file() else built_in).read_text(encoding="utf-8")
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            # A dozen lines of them stand for more values than any machine holds.
+            raise OptionError(f"{name} has aliases (*name), which a recipe may not have: write the values out")
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise OptionError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict | None):
         raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")

@@ -106,7 +106,7 @@ class PromptEncoder:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        return [token for piece in pieces for token in self.tokenizer(piece, add_special_tokens=False).input_ids]
+        return [token for piece in pieces for token in self.tokenizer(well_formed(piece), add_special_tokens=False).input_ids]
 
     def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.
@@ -137,6 +137,15 @@ class PromptEncoder:
                 raise ValueError("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
             segments += [(False, before), (True, message["content"])]
         return [*segments, (False, rest)]
+
+
+def well_formed(text: str) -> str:
+    """Halves of surrogate pairs, which JSON and Python can hold and no tokenizer can read, become U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def fit_feedback(

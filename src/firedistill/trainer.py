@@ -1,4 +1,4 @@
-"""Algorithm 1 on `transformers.Trainer`.
+"""Algorithm 1 on `transformers.Trainer` (`resumable.py` adds exact continuation to it).
 
 One optimizer step, from top to bottom: `get_batch_samples` (sample, judge, build feedback), `compute_loss` (score with student and
 teacher, apply the objective), the optimizer step, then the EMA update (`TeacherUpdate`). What differs from method to method lives in
@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,9 +24,12 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 
+from firedistill import faults
+from firedistill.checkpoints import load_state, save_state, written_whole
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
 from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
@@ -34,6 +37,8 @@ from firedistill.models.teacher import EMATeacher
 from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
+from firedistill.resumable import ResumableTrainer, read_json
+from firedistill.resume import identity, model_fingerprint
 from firedistill.rollouts.engine import Rollout, RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
 from firedistill.rollouts.sampler import Sampler
@@ -60,6 +65,7 @@ class StepLog:
     loss: float | Tensor = 0.0
     grad_norms: list[float] = field(default_factory=list)
     trained_rollouts: int = 0
+    uids: list[str] = field(default_factory=list)
     skipped: bool = False
     skipped_updates: int = 0
 
@@ -103,7 +109,7 @@ class TrainingOrder(Dataset):
         return self.examples[self._order[position]]
 
 
-class SelfDistillTrainer(Trainer):
+class SelfDistillTrainer(ResumableTrainer):
     """Feedback-based on-policy self-distillation.
 
     Args:
@@ -135,6 +141,7 @@ class SelfDistillTrainer(Trainer):
     ):
         args = args or SelfDistillConfig()
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
+        self.judge = faults.GuardedTask(self.task, args.task_timeout)
         self.objective = load_objective(args.method, args.method_settings)
         if model is None or isinstance(model, str):
             model, processing_class = load_model_and_tokenizer(
@@ -178,9 +185,15 @@ class SelfDistillTrainer(Trainer):
             callbacks=[TeacherUpdate(self), StepReport(self), *(callbacks or [])],
             optimizers=optimizers,
         )
+        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "FSDP and ZeRO-3 are not supported: the EMA teacher and the head read whole weights. Every process needs a whole base "
+                "model: use DDP (torchrun), quantization nf4 for large ones, or DeepSpeed up to ZeRO-2"
+            )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 asks instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
+        self.trackers = faults.guard_trackers(self.callback_handler.callbacks)
 
         self.teacher = EMATeacher(self.model, args.ema_rate)
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
@@ -192,6 +205,7 @@ class SelfDistillTrainer(Trainer):
         self.run_log: RunLog | None = None  # made when training starts: looking at a model leaves no folder behind
         self.step_log: StepLog | None = None
         self.last_metrics: dict[str, Any] = {}
+        self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
         # Told (phase, done, total) while a step goes on; the command line shows a bar.
         self.on_progress = lambda phase, done, total: None
@@ -203,6 +217,7 @@ class SelfDistillTrainer(Trainer):
     ) -> tuple[list[list[Rollout]], int]:
         """Lines 1 to 2 and 9: the prompts of one step, sampled in one go, judged, with feedback, cut into micro-batches."""
         examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
+        self.take_random_state()
         learning_rate = self.optimizer.param_groups[0]["lr"]
         nominal = self.args.nominal_learning_rate or self.args.learning_rate
         self.step_log = StepLog(learning_rate, max(1.0, learning_rate / nominal), started=time.perf_counter())
@@ -234,6 +249,7 @@ class SelfDistillTrainer(Trainer):
     ) -> Tensor:
         """Lines 3 to 17: score with the live student and, where the objective asks, with the EMA teacher; the loss over N."""
         rollouts = inputs
+        self.step_log.uids += [rollout.example.uid for rollout in rollouts]
         if not rollouts:
             # Every rank and micro-batch takes part in the backward pass, with a gradient of zero.
             return 0.0 * last_hidden_states(model, torch.zeros((1, 1), dtype=torch.long, device=self.args.device)).float().sum()
@@ -265,17 +281,24 @@ class SelfDistillTrainer(Trainer):
         law = self.objective.sampling(self.args.sampling)
         first_index = self.args.process_index * len(examples)
         prompts, over_budget = fitting_prompts(self.task, self.encoder, examples, law, self.args.budget, first_index)
-        sampler = Sampler(
-            self.rollout_engine,
-            self.task,
-            self.encoder,
-            law,
-            self.args.budget,
-            self.teacher.applied,
-            self.sampling_seed(),
-            progress=lambda done: self.on_progress("rollouts", done, len(prompts) * self.objective.group_size),
-        )
-        return self.objective.sample(sampler, prompts, self.progress), over_budget
+
+        def attempt() -> list[Rollout]:
+            sampler = Sampler(
+                self.rollout_engine,
+                self.judge,
+                self.encoder,
+                law,
+                self.args.budget,
+                self.teacher.applied,
+                self.sampling_seed(),
+                progress=lambda done: self.on_progress("rollouts", done, len(prompts) * self.objective.group_size),
+            )
+            return self.objective.sample(sampler, prompts, self.progress)
+
+        def shrink() -> bool:
+            return not self.sharded and self.halve(self.rollout_engine, "batch_size")
+
+        return faults.in_smaller_pieces(attempt, shrink, faults.SMALLER_ROLLOUTS), over_budget
 
     def step_batch(self, rollouts: list[Rollout]) -> StepBatch:
         """What the objective may ask about the whole step before the first gradient."""
@@ -283,7 +306,9 @@ class SelfDistillTrainer(Trainer):
         def student(rollouts: Sequence[Rollout]) -> ResponseStates:
             prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
             with self.timed("seconds_score"), inference_mode(self.model):
-                return score_responses(self.model, prompts, responses, max_tokens=self.args.score_tokens_per_forward)
+                return self.score_in_pieces(
+                    lambda: score_responses(self.model, prompts, responses, max_tokens=self.view_scorer.max_tokens)
+                )
 
         return StepBatch(
             rollouts=rollouts,
@@ -361,14 +386,22 @@ class SelfDistillTrainer(Trainer):
 
     def enters_training(self, rollout: Rollout) -> bool:
         """Whether a rollout reaches the loss; builds its feedback where the objective wants a teacher."""
-        if not rollout.response_ids or not self.objective.trains(rollout):
+        if not rollout.response_ids or rollout.verdict.failed:
+            self.step_log.add(**{"failed_verdicts" if rollout.verdict.failed else "empty_responses": 1})
+            return False
+        if not self.objective.trains(rollout):
             return False
         if self.args.drop_unfinished_rollouts and not (rollout.response.finished and rollout.verdict.well_formed):
             self.step_log.add(dropped_unfinished=1)
             return False
         if not self.objective.needs_teacher(rollout):
             return True
-        feedback = self.task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        try:
+            feedback = self.judge.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        except faults.TaskFault as fault:
+            logger.warning("%s; the response is left out of training", fault)
+            self.step_log.add(failed_feedback=1)
+            return False
         rollout.feedback, cut = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
         if cut:
             self.step_log.add(cut_feedback_fields=len(cut))
@@ -410,8 +443,9 @@ class SelfDistillTrainer(Trainer):
         prompts = [[self.view_ids(rollout, view) for rollout in rollouts] for view in views]
         responses = [rollout.response_ids[:length] for rollout, length in zip(rollouts, lengths, strict=True)]
         before = self.view_scorer.tokens
+        keys = [id(rollout) for rollout in rollouts]
         with self.timed("seconds_score"), self.teacher.applied():
-            states = self.view_scorer.score([id(r) for r in rollouts], prompts, responses)
+            states = self.score_in_pieces(lambda: self.view_scorer.score(keys, prompts, responses))
         read = self.view_scorer.tokens - before
         asked = sum(self.view_tokens(rollout, view) for rollout in rollouts for view in views)
         self.step_log.add(teacher_tokens=read, teacher_tokens_saved=asked - read)
@@ -420,6 +454,26 @@ class SelfDistillTrainer(Trainer):
                 for rollout, hidden in zip(rollouts, found.hidden.split(lengths), strict=True):
                     rollout.teacher_states[view] = hidden
         return states
+
+    def score_in_pieces(self, score: Callable[[], Any]) -> Any:
+        """`score()`, with smaller forward passes from now on if memory runs out. Sharded models forward in step: they cannot."""
+
+        def shrink() -> bool:
+            self.view_scorer.forget()
+            self.view_scorer.share_prefixes = False
+            return not self.sharded and self.halve(self.view_scorer, "max_tokens", at_least=64)
+
+        return faults.in_smaller_pieces(score, shrink, faults.SHORTER_CONTEXTS)
+
+    def halve(self, owner: Any, name: str, at_least: int = 1) -> bool:
+        """Halve a number of `owner`, for the rest of the run; False if it is as small as it can be."""
+        size = getattr(owner, name, None)
+        if size is None or size // 2 < at_least:
+            return False
+        setattr(owner, name, size // 2)
+        self.step_log.add(out_of_memory=1)
+        logger.warning("out of memory: %s of the %s is %d from now on", name, type(owner).__name__, size // 2)
+        return True
 
     def sampling_seed(self) -> int:
         """A seed per step and rank, so that a resumed run samples what the uninterrupted one would have sampled."""
@@ -449,18 +503,30 @@ class SelfDistillTrainer(Trainer):
             self.step_log.skipped = True
             self.step_log.skipped_updates += 1
             self.counters["skipped_updates"] += 1
+            if self.step_log.trained_rollouts:
+                logger.warning(
+                    "step %d: the gradient is not finite, so nothing is updated; trained on: %s",
+                    self.state.global_step + 1,
+                    ", ".join(dict.fromkeys(self.step_log.uids)),
+                )
             self.optimizer.zero_grad(set_to_none=True)
         return grad_norm
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        with faults.explained_memory(faults.SMALLER_MICRO_BATCHES):
+            return super().training_step(*args, **kwargs)
 
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------
 
     def evaluate(self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"):
         """Greedy accuracy on the held-out examples; writes a row of `evals.jsonl`."""
+        resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not get to
+        self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
         mine = examples[self.args.process_index :: self.args.world_size]
         rollouts, over_budget = answer_examples(
             self.eval_engine,
-            self.task,
+            self.judge,
             self.encoder,
             mine,
             self.args.greedy,
@@ -484,50 +550,54 @@ class SelfDistillTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.evaluation_due = False
+        if resuming:
+            self.keep_random_state()
         return metrics
 
     # ---- The run directory ---------------------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any):
-        """Train; `resume_from_checkpoint=True` goes on from the last checkpoint of the run directory, exactly."""
-        step = 0
-        if resume_from_checkpoint:
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = last_checkpoint(self.args.output_dir)
-            step = json.loads((Path(resume_from_checkpoint) / "trainer_state.json").read_text())["global_step"]
-            self.args.eval_on_start = False
+    def identity(self) -> dict[str, Any]:
+        if self._identity is None:  # before wrappers shard the base model
+            examples, base = self.train_dataset.examples, model_fingerprint(self.model)
+            self._identity = identity(self.args.resolved(), examples, self.eval_examples, base, self.args.world_size)
+        return self._identity
+
+    def begin_run(self, step: int) -> None:
+        """Open the run directory; rows that the run will write again are dropped."""
+        self.identity()
         if self.is_world_process_zero():
             self.run_log = RunLog(self.args.output_dir)
-            self.run_log.start(step)
+            self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.output_dir) / "config.yaml")
-        result = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        self.save_adapter()
-        return result
 
-    def save_adapter(self) -> None:
+    def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, and the model card."""
         folder = Path(self.args.output_dir)
-        self.save_model(str(folder / "adapter"))
+        if self.run_log is not None:
+            self.run_log.sync()
+        with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
+            self.save_model(str(unfinished))
         if self.run_log is not None:
             (folder / "README.md").write_text(model_card(self.args, folder), encoding="utf-8")
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""
-        self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
-        self.processing_class.save_pretrained(output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.teacher.save(folder)
-            (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
-        super()._save_checkpoint(model, trial)
+            self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
+            self.processing_class.save_pretrained(output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.teacher.load(resume_from_checkpoint)
-        self.counters = json.loads((Path(resume_from_checkpoint) / COUNTERS).read_text(encoding="utf-8"))
+    def save_extra(self, folder: Path) -> None:
+        self.teacher.save(folder)
+        (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
+        save_state(self.objective.state(), folder, "method")
+        self.run_log.sync()
+
+    def load_extra(self, folder: Path) -> None:
+        self.teacher.load(folder)
+        stored = read_json(folder / COUNTERS)
+        self.counters |= {name: stored[name] for name in self.counters if isinstance(stored.get(name), int | float)}
+        self.objective.load_state(load_state(folder, "method"))
 
     # ---- Reports -------------------------------------------------------------------------------------------------------------
 
@@ -577,9 +647,18 @@ class SelfDistillTrainer(Trainer):
             "ema_distance": self.teacher.distance(),
             "skipped_update": log.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
+            **{name: count for name, count in self.faults().items() if count},
         }
         if self.run_log is not None:
             self.run_log.metrics(self.last_metrics)
+
+    def faults(self) -> dict[str, int]:
+        """What went wrong around the run since it was started, without harm to it."""
+        return {
+            "failed_checkpoints": self.failed_checkpoints,
+            "failed_writes": self.run_log.failed_writes if self.run_log is not None else 0,
+            "failed_tracker_calls": sum(tracker.failed for tracker in self.trackers),
+        }
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.last_metrics.get("step") == self.state.global_step:
@@ -623,6 +702,9 @@ class StepReport(TrainerCallback):
     def __init__(self, trainer: SelfDistillTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # a resumed run has the intervals of its checkpoint otherwise
+
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.finish_step()
         if state.global_step >= state.max_steps and self.trainer.eval_examples:
@@ -662,19 +744,6 @@ def check_head(model: nn.Module, head: Head) -> None:
             f"{type(unwrap(model)).__name__} does something to its logits that firedistill does not reproduce "
             f"(largest difference {float((expected - found).abs().max()):.3g}); please report the model"
         )
-
-
-def last_checkpoint(folder: str | Path) -> str:
-    """The newest complete checkpoint of a run directory.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = [path for path in Path(folder).glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    complete = [path for path in found if (path / COUNTERS).is_file() and (path / "teacher.safetensors").is_file()]
-    if not complete:
-        raise ValueError(f"{folder} has no complete checkpoint to go on from; start the run anew")
-    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
 
 
 def synchronise(device: torch.device) -> None:

@@ -9,17 +9,21 @@ The run has the same directory, evaluation and resume as any other; its adapter 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
+from firedistill.config import SelfDistillConfig, optimisation_setting, run_folder, run_setting, training_setting
+from firedistill.faults import TaskFault
 from firedistill.models.loading import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.tasks import Example, Verdict
 from firedistill.trainer import SelfDistillTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,7 +49,7 @@ class WarmStartConfig(SelfDistillConfig):
         if not 0 <= self.feedback_share <= 1:
             raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
         if self.output_dir is None:
-            self.output_dir = f"runs/{self.task.replace(':', '-').replace('/', '-')}-warmstart-seed{self.seed}"
+            self.output_dir = run_folder(self.task, "warmstart", self.seed)
         super().__post_init__()
 
 
@@ -80,22 +84,26 @@ class WarmStartTrainer(SelfDistillTrainer):
         messages = student_messages(self.task, example)
         if draw.random() < self.args.feedback_share:
             attempt, verdict = self.wrong_attempt(example, draw)
-            feedback = self.task.feedback(example, attempt, verdict)
-            messages = teacher_messages(
-                self.task, example, fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)[0]
-            )
+            try:
+                feedback = self.judge.feedback(example, attempt, verdict)
+            except TaskFault as fault:
+                logger.warning("%s; the row gets the student's prompt", fault)
+                self.step_log.add(failed_feedback=1)
+            else:
+                fitted, _ = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
+                messages = teacher_messages(self.task, example, fitted)
         solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)
-        return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution))
+        return Rollout(example, self.encoder.encode(messages), response, self.judge.verify(example, example.solution))
 
     def wrong_attempt(self, example: Example, draw: random.Random) -> tuple[str, Verdict]:
         """The solution of another problem with another answer; an empty attempt where chance finds none."""
         for _ in range(20):
             attempt = draw.choice(self.train_dataset.examples).solution or ""
-            verdict = self.task.verify(example, attempt)
+            verdict = self.judge.verify(example, attempt)
             if not verdict.correct:
                 return attempt, verdict
-        return "", self.task.verify(example, "")
+        return "", self.judge.verify(example, "")
 
     def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
         """Nothing is generated; only the length of the solutions is reported."""

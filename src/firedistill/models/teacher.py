@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -93,11 +94,16 @@ class EMATeacher:
         path = Path(folder) / "teacher.safetensors"
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: the checkpoint has no EMA teacher and cannot be resumed exactly")
-        stored = load_file(path)
+        try:
+            stored = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); take an earlier checkpoint") from error
         mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
         mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
         if mismatch:
             raise ValueError(
                 f"{path} was made for another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}"
             )
-        self.shadow = {name: stored[name].to(tensor.device) for name, tensor in self.shadow.items()}
+        with torch.no_grad():
+            for name, tensor in self.shadow.items():
+                tensor.copy_(stored[name])  # in place: where a tensor lies in memory can change how products with it round

@@ -276,6 +276,13 @@ class Objective:
         """The micro-batch's share of the loss of its update: losses of all micro-batches and processes add up to it."""
         raise NotImplementedError
 
+    def state(self) -> dict[str, Any]:
+        """What the method carries from step to step, if anything: texts, numbers and tensors by name. Checkpoints hold it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave."""
+
 
 _REGISTRY: dict[str, type[Objective]] = {}
 

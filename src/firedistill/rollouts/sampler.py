@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from firedistill.faults import TaskFault
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, teacher_messages
 from firedistill.rollouts.engine import Prompt, Response, Rollout, RolloutEngine, Sampling
 from firedistill.tasks import Task
@@ -67,16 +68,23 @@ class Sampler:
     def teacher_drafts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Responses of the EMA teacher to its own prompt, with the feedback on an empty response; token ids.
 
-        Empty where that prompt leaves no room within the context budget.
+        Empty where that prompt leaves no room within the context budget, or where the task gives no feedback.
         """
-        requests = []
+        requests: list[list[int] | None] = []
         for prompt in prompts:
-            feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
+            try:
+                feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
+            except TaskFault as fault:
+                logger.warning("%s; no draft", fault)
+                requests.append(None)
+                continue
             fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
             requests.append(self.encoder.encode(teacher_messages(self.task, prompt.example, fitted)))
-        fits = [len(request) + self.sampling.max_new_tokens <= self.budget.context for request in requests]
-        for prompt, has_room in zip(prompts, fits, strict=True):
-            if not has_room:
+        fits = [
+            request is not None and len(request) + self.sampling.max_new_tokens <= self.budget.context for request in requests
+        ]
+        for prompt, request, has_room in zip(prompts, requests, fits, strict=True):
+            if request is not None and not has_room:
                 logger.warning("%s: no draft, the teacher's prompt is over the context budget", prompt.example.uid)
         with self.teacher():
             drafts = iter(

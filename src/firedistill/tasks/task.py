@@ -48,6 +48,7 @@ class Verdict:
         expected: the gold answer, normalised.
         well_formed: the answer stood on the final-answer line that the task asks for.
         lenient_correct: right when any recognisable final answer is accepted; a diagnostic, never the verdict.
+        failed: the verifier raised or took too long, so that this is no verdict; such a response is not trained on.
     """
 
     correct: bool
@@ -55,6 +56,7 @@ class Verdict:
     expected: str
     well_formed: bool = False
     lenient_correct: bool = False
+    failed: bool = False
 
 
 class Task:

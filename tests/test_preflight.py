@@ -1,0 +1,197 @@
+"""The preflight: every fault that can be known before the first step is named with its mend, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import time
+
+import pytest
+
+from firedistill import Example, SelfDistillTrainer, Verdict, cli, load_task
+from firedistill.preflight import CHECKED, memory_estimate, preflight
+from firedistill.prompts import PromptEncoder, student_messages
+from killable import killable_config
+from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+HELD_OUT = [Example(f"toy/eval/{i}", f"Another question {i}", "even", solution="ab") for i in range(3)]
+
+
+def found(
+    model, tmp_path, task=None, train=None, held_out=HELD_OUT, setup=lambda trainer: None, **changes
+) -> dict[str, list[str]]:
+    """Texts of the findings by level."""
+    changes = {"max_context_tokens": 1800, **changes}
+    config = killable_config(model, tmp_path / "run", "fire", **changes)
+    trainer = SelfDistillTrainer(args=config, task=task or ToyTask(), train_examples=train, eval_examples=held_out)
+    setup(trainer)
+    texts: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
+    before = random.getstate()
+    for finding in preflight(trainer):
+        assert finding.level == "note" or finding.mend, "a finding comes with its mend"
+        assert "\n" not in str(finding)
+        texts[finding.level].append(str(finding))
+    assert random.getstate() == before, "what is looked at does not change the run"
+    assert not any((tmp_path / "run").iterdir()), "nothing is written"
+    return texts
+
+
+def only(texts: dict[str, list[str]], level: str) -> str:
+    assert len(texts[level]) == 1, texts
+    return texts[level][0]
+
+
+def test_a_sane_start_has_notes_only(model, tmp_path):
+    texts = found(model, tmp_path)
+    assert texts["error"] == texts["warning"] == []
+    told = "\n".join(texts["note"])
+    assert "12 of 12 are judged right by the task's verifier" in told and "3 of 3 are judged right" in told
+    assert "trainable parameters in 14 modules" in told and "checkpoints of about" in told and "memory: about" in told
+
+
+class Strict(ToyTask):
+    """Judges nothing right for some examples."""
+
+    name = "strict"
+
+    def __init__(self, wrong: int, error: bool = False):
+        self.wrong, self.error = wrong, error
+
+    def verify(self, example, response):
+        random.random()
+        if int(example.uid.rpartition("/")[2]) < self.wrong:
+            if self.error:
+                raise LookupError("no such key")
+            return Verdict(False, response, "even")
+        return super().verify(example, response)
+
+
+def test_golds_that_the_verifier_refuses(model, tmp_path):
+    task = Strict(1)
+    texts = found(model, tmp_path, task, task.examples("train", 30))
+    assert "1 of 30 golds are judged wrong by the task's own verifier: toy/train/0 ->" in texts["warning"][0]
+    assert "1 of 3 golds are judged wrong" in only(texts, "error"), "a third of the held-out ones"
+    texts = found(model, tmp_path, Strict(30, error=True), task.examples("train", 30))
+    assert any("30 of 30 golds cannot be judged" in text for text in texts["error"])
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "arithmetic:hard"])
+def test_the_golds_of_built_in_tasks_pass(name, model, tmp_path):
+    task = load_task(name)
+    texts = found(model, tmp_path, task, task.examples("train", 64), task.examples("eval", 8))
+    assert not [text for level in ("error", "warning") for text in texts[level] if "gold" in text]
+
+
+def test_large_data_is_sampled_evenly_and_fast(model, tmp_path):
+    examples = ToyTask().examples("train", 40_000)
+    begun = time.perf_counter()
+    texts = found(model, tmp_path, train=examples)
+    assert time.perf_counter() - begun < 20
+    assert any(f"{CHECKED} of {CHECKED} (checked of 40000) are judged right" in text for text in texts["note"])
+
+
+def test_data_that_cannot_be_meant(model, tmp_path):
+    examples = [Example("a", "Same?", "even", solution="ab"), Example("a", " ", "even", solution="ab")]
+    texts = found(model, tmp_path, train=examples, held_out=[Example("b", "Same?", "even", solution="ab")])
+    assert "1 questions are empty: a" in only(texts, "error")
+    told = "\n".join(texts["warning"])
+    assert "1 uids occur more than once, a among them" in told and "1 training questions are held-out questions" in told
+
+
+def test_prompts_against_the_budgets(model, tmp_path):
+    encoder = PromptEncoder(byte_tokenizer())
+    lengths = sorted(len(encoder.encode(student_messages(ToyTask(), e))) for e in ToyTask().examples("train"))
+    texts = found(model, tmp_path, max_prompt_tokens=lengths[8])
+    over = sum(length > lengths[8] for length in lengths)
+    complaint = f"training prompts: {over} of 12 have more than {lengths[8]} tokens (the longest has {lengths[-1]})"
+    assert 0 < over < 12 and any(complaint in text for text in texts["warning"])
+    texts = found(model, tmp_path, max_prompt_tokens=8)
+    assert len(texts["error"]) == 2 and "12 of 12 have more than 8 tokens" in texts["error"][0]
+    texts = found(model, tmp_path, max_context_tokens=900)
+    assert "raise max_context_tokens by" in only(texts, "warning")
+    texts = found(model, tmp_path, max_context_tokens=4000)
+    assert "max_context_tokens is 4000, the model knows 2048 positions" in only(texts, "warning")
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", "no generation prompt"),
+        ("fixed{% if add_generation_prompt %}>{% endif %}", "shows the user's message 0 times"),
+        ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}", "2 times"),
+        ("{{ raise_exception('no users here') }}", "cannot render a message"),
+    ],
+)
+def test_chat_templates(template, complaint, model, tmp_path):
+    texts = found(model, tmp_path, setup=lambda t: setattr(t.processing_class, "chat_template", template))
+    assert any(complaint in text for text in texts["error"])
+
+
+def test_tokens_that_do_not_fit_the_model(model, tmp_path):
+    def few_rows(trainer):
+        trainer.model.get_base_model().set_output_embeddings(random_model(rows=200).get_output_embeddings())
+
+    assert "tokens up to 258" in only(found(model, tmp_path, setup=few_rows), "error")
+    assert len(byte_tokenizer()) == 259
+
+    def no_end(trainer):
+        trainer.model.generation_config.eos_token_id = trainer.processing_class.pad_token_id
+        trainer.model.get_base_model().generation_config.eos_token_id = trainer.processing_class.pad_token_id
+        trainer.processing_class.eos_token = "<|im_start|>"
+
+    told = "\n".join(found(model, tmp_path, setup=no_end)["warning"])
+    assert "ends a turn with '<|im_end|>', which does not end a response" in told
+    assert "the pad token also ends a response" in told
+
+
+def test_feedback_that_fails(model, tmp_path):
+    class Silent(ToyTask):
+        def feedback(self, example, response, verdict):
+            return response[0]
+
+    assert "there is none for 12 of 12 examples" in only(found(model, tmp_path, Silent()), "error")
+
+
+def test_disk_and_memory(model, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=30_000_000))
+    monkeypatch.setattr("firedistill.preflight.free_memory", lambda device: 1000.0)
+    texts = found(model, tmp_path)
+    assert "are free" in only(texts, "error") and "make room" in texts["error"][0]
+    assert "memory: about" in only(texts, "warning")
+
+
+def test_the_memory_estimate_counts_what_is_certain(model, tmp_path):
+    trainer = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire"), task=ToyTask())
+    need = memory_estimate(trainer)
+    base = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
+    adapter = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert need["base model"] == 4 * base and need["adapter, teacher, optimizer"] == 5 * 4 * adapter and need["work"] > 0
+
+
+def test_settings_that_do_not_fit(model, tmp_path):
+    few = ToyTask().examples("train", 5)
+    texts = found(model, tmp_path, train=few, train_size=7, warmup_steps=9)
+    told = "\n".join(texts["warning"])
+    assert "7 problems are asked for, there are 5" in told and "9 of 6 steps warm up" in told
+
+
+def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_path, capsys):
+    config = killable_config(model, tmp_path / "run", "fire", 1, max_context_tokens=1800, eval_size=0, lora_dropout=0.0)
+    config.save_yaml(tmp_path / "mine.yaml")
+    assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "only"]) == 0
+    told = capsys.readouterr().out
+    assert "note: training golds: 12 of 12 are judged right" in told and not any((tmp_path / "run").iterdir())
+    assert cli.main(["train", str(tmp_path / "mine.yaml"), "--max_prompt_tokens", "3"]) == 2
+    printed = capsys.readouterr()
+    assert "error: training prompts: 12 of 12 have more than 3 tokens" in printed.out
+    assert "1 thing to mend before training" in printed.err and not any((tmp_path / "run").iterdir())
+    assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "maybe"]) == 2
+    assert dataclasses.is_dataclass(preflight.__globals__["Finding"])

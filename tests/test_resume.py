@@ -1,0 +1,390 @@
+"""Exact continuation: every method, killed anywhere, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from firedistill import SelfDistillTrainer, checkpoints, cli
+from firedistill.checkpoints import CheckpointError, last_checkpoint, load_state, newest_checkpoint, save_state
+from firedistill.objectives import Objective, registered_objectives
+from firedistill.run_log import read_jsonl
+from killable import RandomTask, killable_config, same_runs, train
+from test_trainer import METHODS
+from tiny import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """An untouched run of four steps with a checkpoint after the second and the fourth."""
+    run = tmp_path_factory.mktemp("runs") / "whole"
+    train(model, run, "fire", 4)
+    return run
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """The same run in a folder of its own, ready to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+class At(TrainerCallback):
+    """Does something at the end of a step, once its row has been written."""
+
+    def __init__(self, step: int, action):
+        self.step, self.action = step, action
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+def die():
+    raise ConnectionResetError("gone")
+
+
+def interrupted(
+    model: str, run: Path, step: int, action, method: str = "fire", steps: int = 4, **changes
+) -> SelfDistillTrainer:
+    """A run to which something happens at the end of a step."""
+    trainer = SelfDistillTrainer(args=killable_config(model, run, method, steps, **changes), task=RandomTask())
+    trainer.callback_handler.callbacks.insert(-1, At(step, action))  # before the request to stop is asked for
+    trainer.train()
+    return trainer
+
+
+def test_the_twelve_methods_are_all_there():
+    assert set(METHODS) <= set(registered_objectives()) and len(METHODS) == 12
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_continued_run_equals_the_uninterrupted_one_to_the_bit(method, model, tmp_path):
+    train(model, tmp_path / "whole", method, 3)
+    with pytest.raises(ConnectionResetError):
+        interrupted(model, tmp_path / "killed", 3, die, method, 3)
+    assert [row["step"] for row in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3]
+    assert newest_checkpoint(tmp_path / "killed").name == "checkpoint-2"
+    continued = train(model, tmp_path / "killed", method, 3)
+    assert continued.resumed_from == tmp_path / "killed" / "checkpoint-2"
+    assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(whole, model, tmp_path):
+    train(model, tmp_path / "again", "fire", 4)
+    assert same_runs(whole, tmp_path / "again") == []
+    train(model, tmp_path / "other", "fire", 4, seed=1)
+    assert {"checkpoint-4/teacher.safetensors", "rollouts"} <= set(same_runs(whole, tmp_path / "other"))
+
+
+def test_a_checkpoint_holds_no_pickle_and_everything_else(whole):
+    names = {path.name for path in (whole / "checkpoint-4").iterdir()}
+    assert {
+        "adapter_model.safetensors",
+        "teacher.safetensors",
+        "optimizer.safetensors",
+        "scheduler.json",
+        "random_state.safetensors",
+        "firedistill_counters.json",
+        "method.json",
+        "trainer_state.json",
+        "checkpoint.json",
+    } <= names
+    assert not [path for path in whole.rglob("*") if path.suffix in {".pt", ".pth", ".bin", ".pkl"}]
+    assert not list(whole.glob(".*")), "nothing unfinished is left behind"
+    manifest = json.loads((whole / "checkpoint-4" / "checkpoint.json").read_text())
+    assert manifest["step"] == 4 and manifest["settings"]["learning_rate"] == 1e-2
+    assert manifest["given"]["train_data"].startswith("12:") and manifest["machine"]["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no list", "list of nothing"])
+def test_a_checkpoint_that_is_not_whole_is_never_taken(damage, whole, copy, model, caplog):
+    newest = copy / "checkpoint-4"
+    (copy / ".unfinished-checkpoint-3").mkdir()
+    victim = newest / "teacher.safetensors"
+    content = victim.read_bytes()
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "cut":
+        victim.write_bytes(content[:-1])
+    elif damage == "changed":
+        victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "no list":
+        (newest / "checkpoint.json").unlink()
+    else:
+        (newest / "checkpoint.json").write_text('{"files": []}')
+    continued = train(model, copy, "fire", 4)
+    assert continued.resumed_from.name == "checkpoint-2" and "checkpoint-4 is" in caplog.text
+    assert not list(copy.glob(".*")), "what a kill left behind is gone"
+    assert same_runs(whole, copy) == []
+    victim.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="teacher.safetensors is not what was written"):
+        continued.checkpoint_to_resume(str(newest))
+
+
+def test_damaged_checkpoints_alone_are_not_silently_replaced(copy, model):
+    for folder in copy.glob("checkpoint-*"):
+        (folder / "teacher.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint to go on from; --overwrite"):
+        train(model, copy, "fire", 4)
+    assert len(read_jsonl(copy / "metrics.jsonl")) == 4
+
+
+def test_every_file_of_a_checkpoint_can_be_the_last_one_written(whole, tmp_path, monkeypatch):
+    """A kill between any two files leaves nothing that is taken for a checkpoint."""
+    shutil.copytree(whole / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
+    files = [path for path in sorted((whole / "checkpoint-4").rglob("*")) if path.is_file()]
+    for written in range(len(files)):  # all but the last: as if the folder had been moved to its place too early
+        half = tmp_path / "run" / "checkpoint-4"
+        shutil.rmtree(half, ignore_errors=True)
+        half.mkdir()
+        for path in files[:written]:
+            shutil.copy(path, half)
+        assert newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+    shutil.copy(files[-1], half)
+    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-4"
+
+
+def test_old_checkpoints_go_only_when_the_new_one_is_complete(model, tmp_path, monkeypatch):
+    run, there = tmp_path / "run", []
+    real = checkpoints.seal
+
+    def seal(folder, content):
+        there.append(sorted(path.name for path in run.glob("checkpoint-*")))
+        real(folder, content)
+
+    monkeypatch.setattr(checkpoints, "seal", seal)
+    train(model, run, "fire", 3, save_steps=1, save_total_limit=1, eval_size=0)
+    assert there == [[], ["checkpoint-1"], ["checkpoint-2"]]
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+# ---- Another run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_setting_is_refused_by_name_unless_allowed(copy, model, caplog):
+    shutil.rmtree(copy / "checkpoint-4")
+    changes = {"learning_rate": 5e-3, "weight_decay": 0.5, "max_steps": 6}
+
+    def trainer():
+        return SelfDistillTrainer(args=killable_config(model, copy, "fire", **changes), task=RandomTask())
+
+    with pytest.raises(CheckpointError) as refused:
+        trainer().train()
+    told = str(refused.value)
+    assert "learning_rate was 0.01, is 0.005; weight_decay was 0.01, is 0.5" in told.replace("max_steps was 4, is 6; ", "")
+    assert "max_steps was 4, is 6" in told and "--allow_changes" in told and "--overwrite" in told
+    with pytest.raises(CheckpointError, match="weight_decay was") as refused:
+        trainer().train(allow_changes=["learning_rate", "max_steps"])
+    assert "learning_rate was" not in str(refused.value)
+    with pytest.raises(CheckpointError, match="allow_changes learning_rat: .* did you mean learning_rate"):
+        trainer().train(allow_changes=["learning_rat"])
+    assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4], "nothing was touched so far"
+    t = trainer()
+    t.train(allow_changes=list(changes))
+    rows = read_jsonl(copy / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and "allowed change: learning_rate" in caplog.text
+    assert rows[1]["learning_rate"] == 1e-2 and all(0 < row["learning_rate"] <= 5e-3 for row in rows[2:])
+    assert {group["weight_decay"] for group in t.optimizer.param_groups} == {0.5, 0.0} or {
+        group["weight_decay"] for group in t.optimizer.param_groups
+    } == {0.5}
+
+
+def test_other_data_and_another_base_model_are_other_runs(copy, model, tmp_path):
+    args = killable_config(model, copy, "fire", 4)
+    task = RandomTask()
+    with pytest.raises(CheckpointError, match="train_data was '12:.*', is '11:"):
+        SelfDistillTrainer(args=args, task=task, train_examples=task.examples("train", 11)).train()
+    other = save_checkpoint(tmp_path / "other", seed=1)
+    with pytest.raises(CheckpointError, match="base_model was"):
+        train(other, copy, "fire", 4)
+
+
+def test_what_cannot_change_the_result_may_change(copy, model, tmp_path):
+    shutil.rmtree(copy / "checkpoint-4")
+    moved = tmp_path / "moved"
+    shutil.move(copy, moved)
+    elsewhere = shutil.copytree(model, tmp_path / "same-model")
+    t = train(str(elsewhere), moved, "fire", 4, save_steps=1, save_total_limit=7, log_rollouts=False, eval_batch_size=1)
+    assert t.resumed_from == moved / "checkpoint-2"
+    assert sorted(path.name for path in moved.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, model):
+    t = SelfDistillTrainer(args=killable_config(model, copy, "fire", 4), task=RandomTask())
+    t.train(resume_from_checkpoint=copy / "checkpoint-2")
+    assert same_runs(whole, copy) == []
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        t.checkpoint_to_resume(str(copy / "checkpoint-9"))
+    with pytest.raises(CheckpointError, match="holds a run of its own"):
+        t.checkpoint_to_resume(str(whole / "checkpoint-2"))
+
+
+def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy, model):
+    assert train(model, copy, "fire", 4).state.global_step == 4
+    assert same_runs(whole, copy) == []
+    t = SelfDistillTrainer(args=killable_config(model, copy, "fire", 1, save_steps=5, eval_size=0), task=RandomTask())
+    t.train(resume_from_checkpoint=False)
+    assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1]
+    assert [path.name for path in copy.glob("checkpoint-*")] == ["checkpoint-1"]
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        last_checkpoint(copy / "nowhere")
+
+
+def test_another_number_of_threads_is_said(copy, model, caplog):
+    shutil.rmtree(copy / "checkpoint-4")
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with caplog.at_level(logging.WARNING):
+            train(model, copy, "fire", 4)
+    finally:
+        torch.set_num_threads(before)
+    assert f"threads {before}, now {before + 1}" in caplog.text and "only within rounding" in caplog.text
+    assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 3), (signal.SIGINT, 1)])
+def test_a_signal_ends_the_step_with_a_checkpoint_and_the_rest_follows(number, step, whole, model, tmp_path, capfd):
+    """Step 3 was to be evaluated: the continued run does that first."""
+    t = interrupted(model, tmp_path / "run", step, lambda: os.kill(os.getpid(), number))
+    assert t.stop.signal == number and t.state.global_step == step
+    assert newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "adapter").exists()
+    told = capfd.readouterr().err
+    assert "finishing this step" in told and ("Ctrl-C again" in told) == (number == signal.SIGINT)
+    assert signal.getsignal(number) is not t.stop._remember, "the handlers are put back"
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [0]
+    shutil.copytree(tmp_path / "run" / f"checkpoint-{step}", tmp_path / "kept")
+    train(model, tmp_path / "run", "fire", 4)
+    for path in [tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "checkpoint-1"]:
+        shutil.rmtree(path, ignore_errors=True)
+    if step == 3:
+        shutil.rmtree(shutil.copytree(whole, tmp_path / "expected") / "checkpoint-2")
+        shutil.rmtree(tmp_path / "run" / "checkpoint-2", ignore_errors=True)
+        assert same_runs(tmp_path / "expected", tmp_path / "run") == []
+    else:
+        assert same_runs(whole, tmp_path / "run") == []
+
+
+def test_a_second_control_c_stops_at_once(model, tmp_path):
+    def twice():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(model, tmp_path / "run", 3, twice)
+    assert newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+
+
+# ---- States ----------------------------------------------------------------------------------------------------------------
+
+
+def test_states_come_back_as_they_were(tmp_path):
+    state = {
+        "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(2, 3)}, 1: {}},
+        "param_groups": [{"lr": 0.1 + 0.2, "betas": (0.9, 0.95), "params": [0, 1], "foreach": None, "maximize": False}],
+        "large": 2**70,
+        "half": torch.randn(3).bfloat16(),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+    }
+    save_state(state, tmp_path, "optimizer")
+    again = load_state(tmp_path, "optimizer")
+    assert again["param_groups"] == state["param_groups"] and isinstance(again["param_groups"][0]["betas"], tuple)
+    assert again["large"] == 2**70 and list(again["state"]) == [0, 1] and again["half"].dtype == torch.bfloat16
+    assert torch.equal(again["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+    with pytest.raises(TypeError, match="holds a set"):
+        save_state({"a": {1}}, tmp_path, "other")
+    for text in ("[", '{"tensor": "9"}', '{"code": 1}', '{"dict": 3}', '{"a": 1, "b": 2}', "[" * 100_000):
+        (tmp_path / "optimizer.json").write_text(text)
+        with pytest.raises(CheckpointError, match="optimizer.json cannot be read"):
+            load_state(tmp_path, "optimizer")
+
+
+class Momentum(Objective):
+    """A method that carries something from step to step."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.seen = torch.zeros(())
+
+    def needs_teacher(self, rollout):
+        return False
+
+    def loss(self, batch):
+        self.seen += sum(batch.student.lengths)
+        return (batch.student.hidden.float() ** 2).mean() * (1 + self.seen)
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load_state(self, state):
+        self.seen = state["seen"]
+
+
+def test_a_method_of_ones_own_keeps_its_state(model, tmp_path):
+    train(model, tmp_path / "whole", "test_resume:Momentum", 4)
+    with pytest.raises(ConnectionResetError):
+        interrupted(model, tmp_path / "killed", 3, die, "test_resume:Momentum")
+    train(model, tmp_path / "killed", "test_resume:Momentum", 4)
+    assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------------
+
+
+def firedistill(arguments: list[str]) -> int:
+    """A task whose verdicts are drawn by lot would not pass the preflight."""
+    return cli.main([*arguments, "--preflight", "skip"])
+
+
+def test_the_command_line_goes_on_by_itself_and_refuses_another_run(copy, whole, capsys, tmp_path):
+    shutil.rmtree(copy / "checkpoint-4")
+    assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("firedistill train: ") and "learning_rate was 0.01, is 0.001" in told and len(told.splitlines()) == 1
+    assert firedistill(["train", str(copy)]) == 0
+    assert f"goes on after step 2, from {copy / 'checkpoint-2'}" in capsys.readouterr().out
+    assert same_runs(whole, copy) == [], "although its settings name the folder where it was made"
+    shutil.rmtree(copy / "checkpoint-4")
+    assert firedistill(["train", str(copy), "--learning_rate", "1e-3", "--allow_changes", "learning_rate", "--resume"]) == 0
+    assert firedistill(["train", str(copy), "--resume_from_checkpoint", str(copy / "checkpoint-7")]) == 2
+    assert "there is no checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy, whole, capsys):
+    for folder in copy.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
+    assert "holds a run already, with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
+    assert firedistill(["train", str(copy)]) == 0
+    assert same_runs(whole, copy) == []
+
+
+def test_a_stopped_command_says_how_to_go_on(model, tmp_path, capsys, monkeypatch):
+    from firedistill.trainer import StepReport
+
+    killable_config(model, tmp_path / "run", "fire", 4).save_yaml(tmp_path / "mine.yaml")
+    real = StepReport.on_step_end
+
+    def on_step_end(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, args, state, control, **kwargs)
+
+    monkeypatch.setattr(StepReport, "on_step_end", on_step_end)
+    assert firedistill(["train", str(tmp_path / "mine.yaml")]) == 128 + signal.SIGTERM
+    assert f"stopped by SIGTERM after step 1; go on with: firedistill train {tmp_path / 'run'}" in capsys.readouterr().out
