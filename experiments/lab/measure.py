@@ -2,10 +2,10 @@
 
     python experiments/lab/measure.py --model lab --problems 400
 
-Three questions. How many problems does it solve, greedily and sampled as in training? Given feedback about its wrong answers, how
-many does the teacher solve? And does the teacher disagree with a wrong answer at the token where it goes wrong? For the last,
-student and teacher score the wrong answer as training does, and the probability of the gold token is read where the answer first
-differs from the gold solution; once per teacher view.
+Three questions. How many problems does it solve, greedily and sampled? Given feedback about the wrong answers (those sampled as in the
+recipe `lab`), how many does the teacher solve? And does the teacher disagree with a wrong answer at the token where it goes
+wrong? For the last, student and teacher score the wrong answer as training does, and the probability of the gold token is read
+where the answer first differs from the gold solution; once per teacher view.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ from firedistill.rollouts.engine import Rollout, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.scoring.scorer import score_responses
 
-MAX_NEW_TOKENS = 64
+GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=64)
+LAWS = {
+    "greedy": GREEDY,
+    "sampled, temperature 0.8, top-p 0.95 (the default of a run)": Sampling(max_new_tokens=64),
+    "sampled, temperature 1, top-p 1 (the recipe lab)": Sampling(temperature=1.0, top_p=1.0, max_new_tokens=64),
+}
 
 
 def main() -> None:
@@ -36,12 +41,11 @@ def main() -> None:
 
     model, tokenizer = load_model_and_tokenizer(settings.model)
     encoder, engine, budget = PromptEncoder(tokenizer), HFRolloutEngine(model, tokenizer, batch_size=100), TokenBudget()
-    greedy, sampled = Sampling(0.0, 1.0, MAX_NEW_TOKENS), Sampling(0.8, 0.95, MAX_NEW_TOKENS)
     for name in settings.tasks:
         task = load_task(name)
         examples = task.examples("eval", settings.problems)
         print(f"{name}, {len(examples)} held-out problems")
-        for law, label in ((greedy, "greedy"), (sampled, "sampled, temperature 0.8, top-p 0.95")):
+        for label, law in LAWS.items():
             rollouts, _ = answer_examples(engine, task, encoder, examples, law, budget, seed=1)
             summary = summarise(rollouts)
             print(
@@ -58,7 +62,7 @@ def main() -> None:
         views: list[tuple[str, View]] = [("all fields", "full"), *((f"without {n}", i) for i, n in enumerate(names))]
         for label, view in views:
             prompts = [encoder.encode(teacher_messages(task, r.example, r.feedback, view)) for r in wrong]
-            answers = engine.generate(prompts, greedy, seed=0)
+            answers = engine.generate(prompts, GREEDY, seed=0)
             solved = sum(task.verify(r.example, a.text).correct for r, a in zip(wrong, answers, strict=True))
             print(f"  teacher, greedy, {label}: solves {solved} of the {len(wrong)} that the sampled student got wrong")
         for label, view in [("student", "none"), *views]:
