@@ -20,6 +20,7 @@ demo: $(STAMP)
 	@echo "  $(BIN)/firedistill inspect runs/quickstart                  what FIRE makes of every token of an answer"
 	@echo "  $(BIN)/firedistill train quickstart --method full_context --output_dir runs/quickstart-full-context"
 	@echo "  $(BIN)/firedistill report runs/quickstart runs/quickstart-full-context -o curves.png"
+	@echo "  $(BIN)/firedistill suite lab --seeds 0 --only fire,full_context   both methods at four learning rates, on a model of 4 MB"
 	@echo "  $(BIN)/firedistill train --help                             your own model and task"
 
 test: $(STAMP)
