@@ -155,7 +155,9 @@ class SelfDistillConfig(TrainingArguments):
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.")
     save_steps: float = run_setting(50, "Write a checkpoint every so many steps.")
     save_total_limit: int | None = run_setting(2, "Keep this many checkpoints.")
-    report_to: None | str | list[str] = run_setting("none", "Trackers: trackio, wandb, tensorboard, ...")
+    report_to: None | str | list[str] = run_setting(
+        "none", "Trackers: trackio, wandb, tensorboard, ...; a run has the name of its folder there."
+    )
     log_rollouts: bool = run_setting(True, "Write every step's rollouts to rollouts/*.parquet.")
 
     # --- Settings of TrainingArguments that a self-distillation run needs otherwise
@@ -165,9 +167,12 @@ class SelfDistillConfig(TrainingArguments):
     dataloader_pin_memory: bool = field(default=False, metadata={"help": "Do not change; batches hold no tensors."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Do not change; examples are no columns."})
 
+    project: str = field(default="firedistill", metadata={"help": "What trackers file the run under."})
+
     def __post_init__(self) -> None:
         if self.output_dir is None:
             self.output_dir = run_folder(self.task, self.method, self.seed)
+        self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         self._check()
         if not self.eval_steps:
             self.eval_steps = self.max_steps  # before the first step and after the last
