@@ -758,3 +758,9 @@ def test_evaluations_before_and_after():
         ["well-formed", "100.0%", "100.0%"],
         ["tokens per response", "17.1", "17.1"],
     ]
+
+
+def test_trackers_know_a_run_by_its_folder():
+    config = SelfDistillConfig(output_dir="runs/mine", use_cpu=True)
+    assert (config.run_name, config.project) == ("mine", "firedistill")
+    assert SelfDistillConfig(output_dir="runs/mine", run_name="other", use_cpu=True).run_name == "other"
