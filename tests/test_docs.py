@@ -1,31 +1,88 @@
-"""The examples of the documentation run as they are printed."""
+"""The documentation is executed: its Python runs as it is printed, and its command lines are taken by the program.
+
+A command line runs up to the point where a model would be loaded (a training, an evaluation, an inspection) or measured (a benchmark):
+its recipe, options, method and task have been understood by then. Reports and the dry runs of suites are run to their end, and what
+goes on with a run or looks at one is run on a tiny model. Not run: what needs a GPU, several machines, or a model of the hub.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
+import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.objectives import load_objective
+import firedistill.benchmarks
+import firedistill.cli
+from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
+from firedistill.cli import COMMANDS, main
+from firedistill.config import SelfDistillConfig as Config
+from firedistill.experiments.command import parse, planned
+from firedistill.experiments.plan import built_in_suites, make_plan
+from firedistill.objectives import load_objective, registered_objectives
 from firedistill.run_log import read_jsonl
+from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "add-a-method.md"
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))]
+# How the Python examples of each page begin; the tests below run them.
+PYTHON = {
+    "README.md": ["from firedistill import SelfDistillConfig", "from firedistill import Example"],
+    "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
+}
+TINY = dict(
+    model_dtype="float32",
+    warmup_steps=1,
+    learning_rate=1e-2,
+    max_new_tokens=6,
+    gradient_checkpointing=False,
+    use_cpu=True,
+)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def example(page: str, start: str) -> str:
+    (source,) = [block for block in blocks(page, "python") if block.startswith(start)]
+    return source
 
 
 @pytest.fixture
-def hopeful(tmp_path, monkeypatch):
-    """The page's example as a module."""
-    (source,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "hopeful.py").write_text(source, encoding="utf-8")
+def modules(tmp_path, monkeypatch):
+    """The examples that are modules, where Python finds them."""
+    (tmp_path / "hopeful.py").write_text(example("docs/add-a-method.md", PYTHON["docs/add-a-method.md"][0]), encoding="utf-8")
+    for name in ("reverse_words", "my_module"):
+        (tmp_path / f"{name}.py").write_text(example("README.md", PYTHON["README.md"][1]), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield "hopeful:Hopeful"
-    sys.modules.pop("hopeful", None)
+    yield tmp_path
+    for name in ("hopeful", "reverse_words", "my_module"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def hopeful(modules):
+    return "hopeful:Hopeful"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_example_is_one_that_is_run(page):
+    found = blocks(page, "python")
+    starts = PYTHON.get(page, [])
+    assert len(found) == len(starts) and all(map(str.startswith, found, starts))
+    assert not re.search(r"^ +```", text_of(page), re.MULTILINE)  # blocks() looks at the margin only
 
 
 def test_the_example_method_trains_whatever_the_micro_batches(hopeful, tmp_path):
@@ -37,17 +94,12 @@ def test_the_example_method_trains_whatever_the_micro_batches(hopeful, tmp_path)
             task="toy",
             method=hopeful,
             method_settings={"group_size": 3, "power": "2"},
-            model_dtype="float32",
             output_dir=str(tmp_path / f"run{size}"),
             max_steps=3,
-            warmup_steps=1,
-            learning_rate=1e-2,
-            max_new_tokens=6,
             eval_size=0,
             per_device_train_batch_size=size,
             gradient_accumulation_steps=accumulation,
-            gradient_checkpointing=False,
-            use_cpu=True,
+            **TINY,
         )
         trainer = SelfDistillTrainer(args=config, task=ToyTask())
         trainer.train()
@@ -70,28 +122,280 @@ def test_the_example_method_refuses_what_it_does_not_know(hopeful):
         load_objective(hopeful, {"power": "much"})
 
 
-def test_the_readmes_task_trains_and_fire_attributes_to_its_fields(tmp_path, monkeypatch):
-    (source,) = re.findall(
-        r"```python\n(from firedistill import Example.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    (tmp_path / "reverse_words.py").write_text(source, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_the_readmes_task_trains_and_fire_attributes_to_its_fields(modules, tmp_path):
     config = SelfDistillConfig(
         model=save_checkpoint(tmp_path / "base"),
         task="reverse_words:Reverse",
-        model_dtype="float32",
         output_dir=str(tmp_path / "run"),
         max_steps=2,
-        warmup_steps=1,
-        learning_rate=1e-2,
-        max_new_tokens=6,
         eval_size=2,
         per_device_train_batch_size=4,
-        gradient_checkpointing=False,
-        use_cpu=True,
+        **TINY,
     )
     SelfDistillTrainer(args=config).train()
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert len(rows) == 2 and all(row["correct_rate"] == 0 and row["grad_norm"] > 0 for row in rows)
     assert {"alpha_full", "alpha_verdict", "alpha_length"} <= rows[0].keys()
     assert [row["n"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [2] * 2
+
+
+def write_gsm8k(folder: Path) -> None:
+    for split in ("train", "test"):
+        rows = [{"question": f"{split}: {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(9)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+
+
+def test_the_readmes_first_example_runs(tmp_path, monkeypatch):
+    """As printed, but for a tiny model and tiny data in place of those of the hub, and two steps."""
+    checkpoint = save_checkpoint(tmp_path / "base")
+    data = tmp_path / "data"
+    data.mkdir()
+    write_gsm8k(data)
+    source = example("README.md", PYTHON["README.md"][0])
+    tiny = "".join(f", {name}={value!r}" for name, value in TINY.items() if name not in {"learning_rate"})
+    for printed, stand_in in (
+        ('"Qwen/Qwen2.5-0.5B-Instruct"', repr(checkpoint)),
+        ("max_steps=100", f"max_steps=2, eval_size=2, per_device_train_batch_size=2, data_dir={str(data)!r}{tiny}"),
+    ):
+        assert source.count(printed) == 1
+        source = source.replace(printed, stand_in)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec(compile(source, "README.md", "exec"), names)
+    assert len(read_jsonl(tmp_path / "runs" / "my-run" / "metrics.jsonl")) == 2
+    trained = {name for name, _ in names["model"].named_parameters() if "lora_" in name}
+    assert trained
+
+
+def test_the_suite_of_ones_own_is_a_suite(tmp_path, monkeypatch):
+    (source,) = blocks("docs/suites.md", "yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("my-suite.yaml").write_text(source, encoding="utf-8")
+    Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
+    runs = make_plan("my-suite.yaml", None, None, {}).runs
+    # Two recipes, two methods and two seeds; then two more rates of the one recipe; and one warm start.
+    assert len([run for run in runs if run.command == "train"]) == 2 * 2 * 2 + 2 * 2
+
+
+def test_the_json_examples_are_json():
+    found = [json.loads(block) for page in PAGES for block in blocks(page, "json")]
+    assert [config["zero_optimization"]["stage"] for config in found] == [2]
+
+
+# Command lines
+
+
+def command_lines(text: str) -> list[str]:
+    """Every `firedistill COMMAND ...` of a page: in its blocks, in indented lines, in the text, and inside of other commands."""
+    found = []
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```\w*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    indented = "\n".join(line for line in prose.splitlines() if line.startswith("    "))
+    for block in [*fenced, indented]:
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"^.*-m firedistill\.cli |^\.venv/bin/firedistill ", "firedistill ", line.strip())
+            line = re.sub(r"^# \S+: ", "", line)  # a file's first line that says how to use it
+            if line.startswith("firedistill "):
+                found.append(re.split(r"\s+#\s|\s{2,}(?!-)", line)[0])
+    prose = "\n".join(line for line in prose.splitlines() if not line.startswith("    "))
+    for span in re.findall(r"`([^`]+)`", prose):
+        if inner := re.search(r'"(firedistill [^"]*)"', span):
+            span = inner[1]
+        span = re.sub(r"^.*-m firedistill\.cli ", "firedistill ", " ".join(span.split()))
+        if span.startswith("firedistill "):
+            found.append(span)
+    return list(dict.fromkeys(found))
+
+
+def makefile_lines() -> list[str]:
+    lines = re.findall(r"\$\(BIN\)/(firedistill .*)", text_of("Makefile"))
+    return [re.split(r'\s{2,}|"', line)[0] for line in lines]
+
+
+LINES = [(page, line) for page in PAGES for line in command_lines(text_of(page))]
+LINES += [("Makefile", line) for line in makefile_lines()]
+LINES += [("--help", line) for line in command_lines(firedistill.cli.EPILOGUE.replace("\n  ", "\n    "))]
+# What stands for something of the reader's.
+PLACEHOLDERS = {
+    "DIR": "runs/my-run/adapter",
+    "RUN": "runs/my-run",
+    "RECIPE": "quickstart",
+    "TASK": "asdiv",
+    "METHOD": "srpo",
+    "SEED": "1",
+    "N": "5",
+    "S": "0.5",
+    "LR": "1e-4",
+    "RATE": "1e-4",
+}
+# These are carried through, on a run of the tiny model.
+CARRIED_OUT = {
+    "firedistill train runs/my-run",
+    "firedistill train runs/my-run --resume",
+    "firedistill inspect runs/quickstart --example 2",
+    "firedistill inspect runs/a --save --count 8",
+    "firedistill inspect runs/a --save --count 8 --checkpoint 100",
+    "firedistill eval runs/my-run --eval_size 500",
+}
+
+
+def arguments_of(line: str) -> list[str]:
+    words = shlex.split(line)[1:]
+    if words[-1] == "..." and not words[-2].startswith("--"):
+        words.pop()  # "and so on"
+    return ["runs/new" if word == "..." else PLACEHOLDERS.get(word, word) for word in words]
+
+
+class Loads(Exception):
+    """A model would be loaded now."""
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    config = SelfDistillConfig(
+        model=save_checkpoint(folder / "base"),
+        task="arithmetic:easy",
+        output_dir=str(folder / "run"),
+        max_steps=2,
+        eval_size=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        **TINY,
+    )
+    SelfDistillTrainer(args=config).train()
+    return folder / "run"
+
+
+@pytest.fixture
+def desk(modules, finished_run, monkeypatch):
+    """A folder with the files that the command lines name."""
+    place = modules / "desk"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x"):
+        shutil.copytree(finished_run, place / "runs" / name)
+    Path("runs/a/checkpoint-2").rename("runs/a/checkpoint-100")
+    Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")
+    Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
+    Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
+    options, rest = parse(["lab", "--seeds", "0", "--only", "fire"])
+    suite, plan, _ = planned(options, rest)
+    suite.widen(plan)
+    (run,) = [run for run in plan.runs if run.command == "train" and "learning_rate" not in run.id][:1]
+    shutil.copytree(finished_run, place / "runs" / "lab" / "runs" / run.id)
+    return place
+
+
+def stop_at_the_model(monkeypatch):
+    """Configurations and benchmarks are looked up as ever; then `Loads` is raised."""
+
+    def trainer(args, **_):
+        raise Loads(args)
+
+    class Benchmark:
+        SIZES = {"quick": None, "full": None}
+
+        def run(sizes, options):
+            raise Loads(options)
+
+    look_up = firedistill.benchmarks.load_benchmark
+    monkeypatch.setattr("firedistill.trainer.SelfDistillTrainer", trainer)
+    monkeypatch.setattr("firedistill.warmstart.WarmStartTrainer", trainer)
+    monkeypatch.setattr("firedistill.benchmarks.load_benchmark", lambda name: look_up(name) and Benchmark)
+
+
+def test_the_command_lines_are_found():
+    pages = {page for page, _ in LINES}
+    assert pages >= {
+        "README.md",
+        "Makefile",
+        "--help",
+        "docs/scale.md",
+        "docs/suites.md",
+        "docs/reports.md",
+        "docs/performance.md",
+    }
+    assert {line.split()[1] for _, line in LINES} == COMMANDS.keys() and len(LINES) > 60
+    assert {line for _, line in LINES} >= CARRIED_OUT
+
+
+def help_of(command: str, capsys) -> str:
+    capsys.readouterr()
+    try:
+        assert main([command, "--help-all" if command in {"train", "warmstart"} else "--help"]) == 0
+    except SystemExit as leaves:  # argparse
+        assert leaves.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_a_command_line_is_one_that_the_program_takes(page, line, desk, monkeypatch, capsys):
+    arguments = arguments_of(line)
+    if len(arguments) == 1 and arguments != ["bench"]:  # a mention of the command
+        assert help_of(arguments[0], capsys)
+        return
+    if arguments[0] == "suite" and not {"--status", "--dry-run"} & set(arguments):
+        arguments += ["--dry-run"]
+    stop_at_the_model(monkeypatch)
+    try:
+        status = main(arguments)
+    except Loads as loads:
+        (settings,) = loads.args
+        if isinstance(settings, Config):
+            load_task(settings.task)
+            assert settings.method == "supervised" or load_objective(settings.method, settings.method_settings)
+        return
+    assert status == 0, capsys.readouterr().err
+    assert arguments[0] in {"suite", "report"} or "--help" in arguments
+
+
+@pytest.mark.parametrize("line", sorted(CARRIED_OUT))
+def test_a_command_line_is_carried_out(line, desk, capsys):
+    arguments = arguments_of(line)
+    if "--eval_size" in arguments:
+        arguments[arguments.index("--eval_size") + 1] = "2"
+    assert main(arguments) == 0, capsys.readouterr().err
+
+
+def test_an_option_that_is_gone_is_noticed(desk, capsys):
+    """The tests above fail where they should."""
+    for line in ("train quickstart --learning_rates 1", "suite lab --dry-run --seed 0", "train quickstat", "bench stepp"):
+        assert main(line.split()) == 2, line
+    with pytest.raises(SystemExit):
+        main(["report", "runs/a", "--outputs", "x"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_in_the_text_exist(page, capsys):
+    known = {f.name for kind in (Config, WarmStartConfig) for f in fields(kind) if f.init}
+    for command in COMMANDS:
+        known |= {name.replace("-", "_") for name in re.findall(r"--([a-z][\w-]*)", help_of(command, capsys))}
+    known |= set(re.findall(r'"--(\w+)"', text_of("tests/kill_test.py")))
+    named = {word for span in re.findall(r"`(--[^`]+)`", text_of(page)) for word in span.split() if word.startswith("--")}
+    assert {word for word in named if re.split(r"[=.]", word[2:])[0].replace("-", "_") not in known} == set()
+
+
+def first_column(page: str, header: str) -> set[str]:
+    """The names in code type in the first column of a table."""
+    (table,) = re.findall(rf"^\| {header} \|.*\n\|[-| ]+\|\n((?:\|.*\n)+)", text_of(page), re.MULTILINE)
+    return {name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def test_the_tables_name_what_there_is():
+    methods = {name for name in first_column("README.md", "method") if not name.startswith("my_module")}
+    assert methods == {name for name in registered_objectives() if name not in {"supervised", "hopeful"}}
+    tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", ":", "gym:"))}
+    assert all(load_task(name) for name in tasks)
+    assert {name.removeprefix("firedistill ") for name in first_column("README.md", "command")} == COMMANDS.keys()
+    assert first_column("docs/suites.md", "suite") == set(built_in_suites())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page):
+    """Its links, and the scripts and tests in its text."""
+    text = text_of(page)
+    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
+    scripts = re.findall(r"\b(?:tests|examples|benchmarks)/\w+\.(?:py|sh)", text)
+    missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
+    assert missing + [script for script in scripts if not (ROOT / script).exists()] == []
