@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-versions lint clean
 
 demo: $(STAMP)
 	@echo "== 1 of 2: a short warm start on gold solutions, so that there is something to distil"
@@ -23,9 +23,12 @@ demo: $(STAMP)
 	@echo "  $(BIN)/firedistill suite lab --seeds 0 --only fire,full_context   both methods at four learning rates, on a model of 4 MB"
 	@echo "  $(BIN)/firedistill train --help                             your own model and task"
 
-test: $(STAMP)
-	$(BIN)/ruff check src tests
+test: lint
 	$(BIN)/python -m pytest
+
+# The core dependencies at their lower bounds, in an environment of its own (about 1 GB)
+test-versions:
+	PYTHON=$(PYTHON) tests/versions.sh lowest
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests
@@ -40,4 +43,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-highest
