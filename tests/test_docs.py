@@ -160,7 +160,7 @@ def test_the_readmes_first_example_runs(tmp_path, monkeypatch):
         assert source.count(printed) == 1
         source = source.replace(printed, stand_in)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
+    names: dict = {"__name__": "readme"}
     exec(compile(source, "README.md", "exec"), names)
     assert len(read_jsonl(tmp_path / "runs" / "my-run" / "metrics.jsonl")) == 2
     trained = {name for name, _ in names["model"].named_parameters() if "lora_" in name}

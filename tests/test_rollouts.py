@@ -26,7 +26,7 @@ from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.law import candidates, choose_tokens, penalise_repetition
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
-from tiny import byte_tokenizer, random_model
+from tiny import byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
@@ -117,7 +117,7 @@ def test_sliding_windows():
 def test_progress_seeds_and_what_is_put_back():
     model, tokenizer = adapted(), byte_tokenizer()
     model.train()
-    model.get_base_model().gradient_checkpointing_enable()
+    enable_checkpointing(model.get_base_model())
     frozen = model.get_base_model().model.norm
     frozen.eval()
     modes = {name: module.training for name, module in model.named_modules()}

@@ -18,7 +18,7 @@ from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.scoring.prefix_tree import ViewScorer, common_prefix
 from firedistill.scoring.scorer import forward_batches, score_responses, unwrap
 from firedistill.trainer import check_head
-from tiny import ToyTask, byte_tokenizer, random_model
+from tiny import ToyTask, byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19]]
 RESPONSES = [[20, 21], [22, 23, 24, 25, 26, 2], [27], []]
@@ -104,7 +104,7 @@ def test_the_teacher_scores_in_evaluation_mode_while_the_student_trains():
     views = [[5, 6, 7, *range(30, 60), 9], [5, 6, 7, *range(30, 45), 9], [5, 6, 9]]
     expected = score_responses(model.eval(), views, [[20, 21]] * 3).hidden.detach()
     model.train()
-    model.get_base_model().gradient_checkpointing_enable()
+    enable_checkpointing(model.get_base_model())
     scorer = ViewScorer(model, share_prefixes=True)
     with teacher.applied():
         found = torch.cat([states.hidden for states in scorer.score([1], [[view] for view in views], [[20, 21]])])
@@ -284,7 +284,7 @@ def test_the_gradient_survives_a_teacher_pass_under_checkpointing():
     gradients = []
     for between in (False, True):
         model = lora_model().train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
         teacher = EMATeacher(model, 0.5)
         for shadow in teacher.shadow.values():
             shadow.add_(0.2)

@@ -54,6 +54,12 @@ def random_model(kind: str = "qwen2", tied: bool = True, dtype: torch.dtype = to
     return model
 
 
+def enable_checkpointing(model, settings: dict | None = None) -> None:
+    """Activation checkpointing by the name that the installed transformers has for it."""
+    new = getattr(model, "activation_checkpointing_enable", None)
+    (new or model.gradient_checkpointing_enable)(settings)
+
+
 def save_checkpoint(folder: Path, **options) -> str:
     """A checkpoint folder that `load_model_and_tokenizer` reads."""
     random_model(**options).save_pretrained(folder)
