@@ -25,11 +25,13 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/ruff check src tests
+	$(BIN)/mypy
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== making $(VENV) and installing (about 1 GB; once)"
