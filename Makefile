@@ -33,6 +33,7 @@ test-versions:
 lint: $(STAMP)
 	$(BIN)/ruff check src tests
 	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== making $(VENV) and installing (about 1 GB; once)"

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 MAX_DIGITS = 300  # of a number, and of its power of ten: what is longer is no answer, and would be slow to compute with
 MAX_LINE_CHARACTERS = 2000  # no answer line is longer; of a longer last line only the end is searched for a number
@@ -607,7 +607,7 @@ def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fract
     joined = earlier is not None and (earlier.kind == "number" or earlier.text in (")", "%"))
     if _is_foreign(sign) and sign.kind == "symbol":
         return None
-    if joined and glued and sign.text in (":", "-") and earlier.end == sign.start:
+    if earlier is not None and joined and glued and sign.text in (":", "-") and earlier.end == sign.start:
         return None
     return -value if sign.text == "-" and not joined else value
 
@@ -650,7 +650,7 @@ def _lenient_values(response: str, gold: str, kind: int) -> Iterator[str | None]
 def _first_and_last(numbers: Sequence[Fraction | None], count: int) -> list[str | None]:
     """The first and the last `count` numbers, each normalised."""
     ends = (numbers[:count], numbers[-count:])
-    return [_joined(end) if len(end) == count and None not in end else None for end in ends]
+    return [_joined(cast(Sequence[Fraction], end)) if len(end) == count and None not in end else None for end in ends]
 
 
 def _boxed(plain: str) -> str | None:

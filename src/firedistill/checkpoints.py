@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -298,7 +298,8 @@ def load_state(folder: str | Path, name: str) -> Any:
 
 def random_state() -> dict[str, Any]:
     """The state of every global random generator of this process."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    numbers = cast(tuple[str, numpy.ndarray, int, int, float], numpy.random.get_state())
+    kind, keys, position, has_gauss, gauss = numbers
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(gauss)),

@@ -97,7 +97,7 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
     config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
     quiet_libraries()
-    folder = Path(config.output_dir)
+    folder = Path(config.run_dir)
     wanted = True if resume else False if overwrite else config.resume_from_checkpoint
     if wanted is None:
         refuse_another_run(folder, config)
@@ -211,7 +211,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
     if checkpoint is not None:
         trainer.teacher.load(str(checkpoint))
-    elif (newest := newest_checkpoint(trainer.args.output_dir)) is not None:
+    elif (newest := newest_checkpoint(trainer.args.run_dir)) is not None:
         trainer.teacher.load(newest)
     if not save:
         print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)

@@ -248,6 +248,12 @@ class SelfDistillConfig(TrainingArguments):
     def budget(self) -> TokenBudget:
         return TokenBudget(self.max_prompt_tokens, self.max_feedback_tokens, self.max_context_tokens)
 
+    @property
+    def run_dir(self) -> str:
+        """`output_dir`, which `__post_init__` has settled."""
+        assert self.output_dir is not None
+        return self.output_dir
+
     def resolved(self) -> dict[str, Any]:
         """All of our settings, and those inherited ones that differ from their defaults, as plain YAML values."""
         defaults = {f.name: f.default for f in fields(TrainingArguments) if f.default is not MISSING}

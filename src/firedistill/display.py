@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
 
@@ -51,7 +51,7 @@ class ConsoleReport(TrainerCallback):
             console=console,
         )
         self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if console.is_terminal else None
-        self.bar = None
+        self.bar: TaskID | None = None
 
     def stop(self) -> None:
         """Leave the terminal as it was; a live display that is left on hides the cursor."""
@@ -84,6 +84,7 @@ class ConsoleReport(TrainerCallback):
             note = "skipped: " + (
                 "no rollout to train on" if math.isfinite(metrics["grad_norm"]) else "the gradient is not finite"
             )
+        assert self.bar is not None  # since `on_train_begin`
         self.progress.update(self.bar, completed=state.global_step, phase="")
         if self.live is None:
             if news:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -18,7 +18,7 @@ from firedistill.display import visible
 from firedistill.evaluation import answer_examples
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.objectives.objective import chunks
-from firedistill.prompts import fit_feedback, student_messages, teacher_messages
+from firedistill.prompts import View, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Rollout
 from firedistill.scoring.scorer import score_responses
 from firedistill.tasks import Example
@@ -56,7 +56,7 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
 
     trainer.model.eval()
     student = score_responses(trainer.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
-    views = ["full", *range(len(rollout.feedback))]
+    views: list[View] = ["full", *range(len(rollout.feedback))]
     with trainer.teacher.applied():
         states = trainer.view_scorer.score([0], [[trainer.view_ids(rollout, view)] for view in views], [rollout.response_ids])
     trainer.view_scorer.forget()
@@ -81,7 +81,7 @@ def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0
         betas.append(sft_weight(logits, token_ids[rows], scale))
     names = [name for name in FireTarget.__dataclass_fields__ if name != "log_probs"]
     joined = {name: torch.cat([getattr(target, name) for target in targets], dim=-1) for name in names}
-    tokens = [trainer.processing_class.decode([token]) for token in rollout.response_ids]
+    tokens = [cast(str, trainer.processing_class.decode([token])) for token in rollout.response_ids]
     return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
 
 

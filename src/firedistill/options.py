@@ -7,11 +7,11 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import yaml
 
@@ -213,4 +213,4 @@ def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:
 
 
 def default_of(option: Field) -> Any:
-    return option.default if option.default is not MISSING else option.default_factory()
+    return option.default if option.default is not MISSING else cast(Callable[[], Any], option.default_factory)()

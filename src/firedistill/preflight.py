@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 
@@ -36,6 +36,8 @@ TOLERATED = 0.1  # share of golds that may fail before the data or the verifier 
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
 
+Level = Literal["error", "warning", "note"]
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -48,7 +50,7 @@ class Finding:
         mend: what to do; empty in a note.
     """
 
-    level: Literal["error", "warning", "note"]
+    level: Level
     about: str
     text: str
     mend: str = ""
@@ -151,7 +153,7 @@ def golds_are_correct(trainer: SelfDistillTrainer) -> Iterator[Finding]:
             (wrong, "golds are judged wrong by the task's own verifier", "correct the answers, verify, or remove these rows"),
         ):
             if bad:
-                level = "error" if len(bad) > TOLERATED * len(checked) else "warning"
+                level: Level = "error" if len(bad) > TOLERATED * len(checked) else "warning"
                 yield Finding(level, f"{name} golds", f"{share_of(bad, checked, examples)} {what}: {named(bad)}", mend)
         if not failed and not wrong and len(silent) < len(checked):
             right = [e for e in checked if e not in silent] if silent else checked
@@ -180,7 +182,7 @@ def feedback_can_be_built(trainer: SelfDistillTrainer) -> Iterator[Finding]:
                 failed.append((example, str(fault)))
                 break
     if failed:
-        level = "error" if len(failed) == len(checked) else "warning"
+        level: Level = "error" if len(failed) == len(checked) else "warning"
         yield Finding(
             level,
             "feedback",
@@ -201,11 +203,11 @@ def prompts_fit(trainer: SelfDistillTrainer) -> Iterator[Finding]:
             except Exception as error:  # the task's prompt and the chat template are programs of others
                 broken.append((example, error))
         if broken:
-            example, error = broken[0]
+            example, problem = broken[0]
             yield Finding(
                 "error" if len(broken) == len(checked) else "warning",
                 f"{name} prompts",
-                f"{share_of(broken, checked, examples)} cannot be built: {example.uid}: {type(error).__name__}: {error}",
+                f"{share_of(broken, checked, examples)} cannot be built: {example.uid}: {type(problem).__name__}: {problem}",
                 "mend the task's prompt, or the chat template; these examples are left out",
             )
         if over := [length for length in lengths if length > limit]:
@@ -250,8 +252,8 @@ def template_opens_the_answer(trainer: SelfDistillTrainer) -> Iterator[Finding]:
     tokenizer, mark = trainer.processing_class, "firedistill-mark"
     messages = [{"role": "user", "content": mark}]
     try:
-        opened = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        closed = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        opened = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        closed = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
     except Exception as error:  # a template is a program of the checkpoint's author
         yield Finding(
             "error",
@@ -368,7 +370,7 @@ def disk_has_room(trainer: SelfDistillTrainer) -> Iterator[Finding]:
     every = args.save_steps if args.save_steps >= 1 else max(1, args.save_steps * args.max_steps)
     made = math.ceil(args.max_steps / every)
     kept = min(made, args.save_total_limit or made) + 1  # a new one is complete before an old one goes
-    folder = Path(args.output_dir).resolve()
+    folder = Path(args.run_dir).resolve()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -87,7 +87,7 @@ class PromptEncoder:
         control |= {content for content in added if content in tokenizer.chat_template}
         self.control_tokens = sorted((c for c in control if len(c) > 1), key=len, reverse=True)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: list[Message]) -> list[int]:
         """Token ids of the messages followed by the opening of the assistant's turn."""
         if not any(token in message["content"] for message in messages for token in self.control_tokens):
             return self._encode_pieces([self.render(messages)])
@@ -97,13 +97,13 @@ class PromptEncoder:
         """Token ids of a text on its own, its special tokens neutralised."""
         return self._encode_pieces(self._cut([(True, text)]))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
         """A response's text, without special tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: list[Message]) -> str:
         """The conversation as text, for people to read."""
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
         return [token for piece in pieces for token in self.tokenizer(well_formed(piece), add_special_tokens=False).input_ids]
@@ -126,7 +126,7 @@ class PromptEncoder:
         positions = [text.find(token) for token in self.control_tokens]
         return min((position for position in positions if position >= 0), default=None)
 
-    def _segments(self, messages: Sequence[Message]) -> list[tuple[bool, str]]:
+    def _segments(self, messages: list[Message]) -> list[tuple[bool, str]]:
         """Template text and contents in turn, found by rendering marks in the contents' place."""
         marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
         rest = self.render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])

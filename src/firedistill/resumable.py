@@ -7,18 +7,20 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import gather_object
-from peft import set_peft_model_state_dict
+from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import Trainer
+from torch.optim import Optimizer
+from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 
 from firedistill import checkpoints, resume
 from firedistill.checkpoints import CheckpointError
+from firedistill.config import SelfDistillConfig
 from firedistill.signals import StopOnSignal, StopRequest
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,12 @@ class ResumableTrainer(Trainer):
         resumed_from: the checkpoint that the run went on from.
         failed_checkpoints: how many could not be written.
     """
+
+    # What Trainer declares more widely, or as possibly None.
+    args: SelfDistillConfig
+    model: PeftModel
+    processing_class: PreTrainedTokenizerBase
+    optimizer: Optimizer
 
     stop: StopRequest | None = None
     evaluation_due: bool = False
@@ -66,7 +74,7 @@ class ResumableTrainer(Trainer):
 
     # ---- Going on ------------------------------------------------------------------------------------------------------------
 
-    def train(
+    def train(  # type: ignore[override]  # Trainer's second argument, `trial`, is for searches over hyperparameters
         self, resume_from_checkpoint: str | Path | bool | None = None, allow_changes: Sequence[str] = (), **kwargs: Any
     ) -> Any:
         """Train, from the beginning or from a checkpoint.
@@ -87,7 +95,7 @@ class ResumableTrainer(Trainer):
             self.args.eval_on_start = self.evaluation_due and self.args.eval_strategy != "no"
         step = checkpoints.step_of(folder) if folder is not None else 0
         if self.is_world_process_zero():
-            checkpoints.remove_after(self.args.output_dir, step)
+            checkpoints.remove_after(self.args.run_dir, step)
         self.begin_run(step)
         with StopRequest() as self.stop:
             result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
@@ -101,7 +109,7 @@ class ResumableTrainer(Trainer):
         Raises:
             CheckpointError: as in `train`.
         """
-        folder = resume.choose(wanted, self.args.output_dir)
+        folder = resume.choose(wanted, self.args.run_dir)
         if len(set(gather_object([str(folder)]))) > 1:
             raise CheckpointError(
                 f"the processes see different checkpoints in {self.args.output_dir}: it must be a shared folder"
@@ -145,19 +153,21 @@ class ResumableTrainer(Trainer):
             if checkpoint is not None and self.is_deepspeed_enabled:
                 self._load_rest(Path(checkpoint))  # DeepSpeed has loaded the weights by itself
             return
+        scheduler = self.lr_scheduler
+        assert scheduler is not None  # made before it is loaded
         fresh = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        rates = list(self.lr_scheduler.base_lrs)
+        rates = list(scheduler.base_lrs)
         try:
             self.optimizer.load_state_dict(checkpoints.load_state(checkpoint, "optimizer"))
-            self.lr_scheduler.load_state_dict(checkpoints.load_state(checkpoint, "scheduler"))
+            scheduler.load_state_dict(checkpoints.load_state(checkpoint, "scheduler"))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"the optimizer in {checkpoint} is not one of this run ({error})") from error
         if self._new_settings:  # the stored states hold the old rates, decay, ...
-            done = self.lr_scheduler.last_epoch
-            factors = [schedule(done) for schedule in self.lr_scheduler.lr_lambdas]
+            done = scheduler.last_epoch
+            factors = [schedule(done) for schedule in scheduler.lr_lambdas]
             for group, values, rate, factor in zip(self.optimizer.param_groups, fresh, rates, factors, strict=True):
                 group.update({**values, "lr": rate * factor})
-            self.lr_scheduler.base_lrs = rates
+            scheduler.base_lrs = rates
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing here: `take_random_state` does it before the first step samples, where Trainer would do it after."""
@@ -184,7 +194,7 @@ class ResumableTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """A whole checkpoint or none. Where it cannot be written (a full disk), the earlier ones stay and training goes on."""
-        folder = checkpoints.checkpoint_folder(self.args.output_dir, self.state.global_step)
+        folder = checkpoints.checkpoint_folder(self.args.run_dir, self.state.global_step)
         states = gather_object([checkpoints.random_state()])
         error = None
         try:
@@ -202,7 +212,7 @@ class ResumableTrainer(Trainer):
                 error or "on the main process",
             )
         elif self.args.should_save:
-            checkpoints.rotate(self.args.output_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            checkpoints.rotate(self.args.run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
             if self.args.push_to_hub:
                 self._push_from_checkpoint(str(folder))
 
@@ -225,11 +235,13 @@ class ResumableTrainer(Trainer):
                 checkpoints.save_state(list(random_states), unfinished, "random_state")
                 self.save_extra(unfinished)
                 if self.state.best_global_step:
-                    best = checkpoints.checkpoint_folder(self.args.output_dir, self.state.best_global_step)
+                    best = checkpoints.checkpoint_folder(self.args.run_dir, self.state.best_global_step)
                     self.state.best_model_checkpoint = str(best) if best.is_dir() or best == folder else None
+                # `stateful_callbacks` is declared as the list that the mapping is made from.
+                callback_states = cast(dict[str, Any], self.state.stateful_callbacks)
                 for callback in [*self.callback_handler.callbacks, self.control]:
                     if isinstance(callback, ExportableState):
-                        self.state.stateful_callbacks[type(callback).__name__] = callback.state()
+                        callback_states[type(callback).__name__] = callback.state()
                 self.state.save_to_json(str(unfinished / "trainer_state.json"))
                 content = {
                     "step": self.state.global_step,
@@ -245,11 +257,12 @@ class ResumableTrainer(Trainer):
         if self.sharded:
             super()._save_optimizer_and_scheduler(output_dir)
             return
+        assert self.lr_scheduler is not None
         checkpoints.save_state(self.optimizer.state_dict(), output_dir, "optimizer")
         checkpoints.save_state(self.lr_scheduler.state_dict(), output_dir, "scheduler")
 
 
-def load_adapter_weights(model: nn.Module, folder: Path) -> None:
+def load_adapter_weights(model: PeftModel, folder: Path) -> None:
     """Put the stored adapter into the model's own, in place.
 
     Raises:
@@ -258,7 +271,7 @@ def load_adapter_weights(model: nn.Module, folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     try:
         stored: dict[str, Tensor] = load_file(path)
-        found = set_peft_model_state_dict(model, stored, adapter_name=model.active_adapters[0])
+        found: Any = set_peft_model_state_dict(model, stored, adapter_name=model.active_adapters[0])
     except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be taken: {' '.join(str(error).split())[:300]}") from error
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -126,8 +126,9 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], defaults:
         defaults: of the settings; one that is not stored had its default.
     """
     found = []
-    for part, fallback in (("settings", defaults), ("given", {})):
-        before, now = (values.get(part) if isinstance(values.get(part), Mapping) else {} for values in (stored, present))
+    parts: tuple[tuple[str, Mapping[str, Any]], ...] = (("settings", defaults), ("given", {}))
+    for part, fallback in parts:
+        before, now = (_mapping(values.get(part)) for values in (stored, present))
         for name in dict.fromkeys([*before, *now]):
             if name in HARMLESS and part == "settings":
                 continue
@@ -135,6 +136,10 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], defaults:
             if old != new:
                 found.append(Difference(name, *("unknown" if v is MISSING_VALUE else repr(v) for v in (old, new))))
     return found
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def defaults_of(config: Any) -> dict[str, Any]:
@@ -171,7 +176,7 @@ def refuse_differences(
     return found
 
 
-def choose(wanted: str | bool | None, run: str | Path) -> Path | None:
+def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     """The checkpoint to go on from, checked to be complete; None to start anew.
 
     Args:

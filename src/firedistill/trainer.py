@@ -13,15 +13,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
@@ -34,7 +35,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
 from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
 from firedistill.models.teacher import EMATeacher
-from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
+from firedistill.objectives import Averages, Objective, StepBatch, TrainingBatch, load_objective
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
 from firedistill.resumable import ResumableTrainer, read_json
@@ -96,7 +97,8 @@ class TrainingOrder(Dataset):
 
     def __init__(self, examples: Sequence[Example], length: int, seed: int):
         self.examples, self.length, self.seed = examples, length, seed
-        self._round, self._order = -1, []
+        self._round = -1
+        self._order: list[int] = []
 
     def __len__(self) -> int:
         return self.length
@@ -125,12 +127,14 @@ class SelfDistillTrainer(ResumableTrainer):
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
 
+    train_dataset: TrainingOrder  # which Trainer declares more widely
+
     # The loss is already divided by the number of prompts over all micro-batches.
     loss_is_scaled_for_ga = True
 
     def __init__(
         self,
-        model: PreTrainedModel | str | None = None,
+        model: PreTrainedModel | PeftModel | str | None = None,
         args: SelfDistillConfig | None = None,
         task: Task | str | None = None,
         train_examples: Sequence[Example] | None = None,
@@ -141,8 +145,8 @@ class SelfDistillTrainer(ResumableTrainer):
     ):
         args = args or SelfDistillConfig()
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
-        self.judge = faults.GuardedTask(self.task, args.task_timeout)
-        self.objective = load_objective(args.method, args.method_settings)
+        self.judge = cast(Task, faults.GuardedTask(self.task, args.task_timeout))  # a task in all but its class
+        self.objective: Objective = load_objective(args.method, args.method_settings)
         if model is None or isinstance(model, str):
             model, processing_class = load_model_and_tokenizer(
                 model or args.model, dtype=args.model_dtype, quantization=args.quantization
@@ -159,7 +163,7 @@ class SelfDistillTrainer(ResumableTrainer):
             args._n_gpu = 1
         if not hasattr(model, "peft_config"):
             torch.manual_seed(args.seed)  # here, whatever loading drew: the seed alone decides the adapter's start
-            model = trainable_adapter(model, args)
+            model = trainable_adapter(cast(PreTrainedModel, model), args)
 
         if train_examples is None:
             train_examples = self.task.examples("train", args.train_size, args.seed, args.data_dir)
@@ -203,7 +207,7 @@ class SelfDistillTrainer(ResumableTrainer):
         share_prefixes = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
         self.view_scorer = ViewScorer(self.model, share_prefixes, args.score_tokens_per_forward)
         self.run_log: RunLog | None = None  # made when training starts: looking at a model leaves no folder behind
-        self.step_log: StepLog | None = None
+        self.step_log: StepLog  # of the step that goes on; there is none before the first one
         self.last_metrics: dict[str, Any] = {}
         self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
@@ -244,7 +248,9 @@ class SelfDistillTrainer(ResumableTrainer):
         self.begin_update(last)
         return self.micro_batches(last.rollouts, num_batches), self.prompts_per_step
 
-    def compute_loss(
+    # Trainer declares batches of tensors; here a batch is a list of rollouts, and of examples in an evaluation.
+
+    def compute_loss(  # type: ignore[override]
         self, model: nn.Module, inputs: list[Rollout], return_outputs: bool = False, num_items_in_batch: int | None = None
     ) -> Tensor:
         """Lines 3 to 17: score with the live student and, where the objective asks, with the EMA teacher; the loss over N."""
@@ -518,7 +524,9 @@ class SelfDistillTrainer(ResumableTrainer):
 
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"):
+    def evaluate(  # type: ignore[override]
+        self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ):
         """Greedy accuracy on the held-out examples; writes a row of `evals.jsonl`."""
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not get to
         self.take_random_state()
@@ -567,13 +575,13 @@ class SelfDistillTrainer(ResumableTrainer):
         """Open the run directory; rows that the run will write again are dropped."""
         self.identity()
         if self.is_world_process_zero():
-            self.run_log = RunLog(self.args.output_dir)
+            self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
-            self.args.save_yaml(Path(self.args.output_dir) / "config.yaml")
+            self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
 
     def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, and the model card."""
-        folder = Path(self.args.output_dir)
+        folder = Path(self.args.run_dir)
         if self.run_log is not None:
             self.run_log.sync()
         with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
@@ -584,6 +592,7 @@ class SelfDistillTrainer(ResumableTrainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""
         if self.args.should_save:
+            assert output_dir is not None  # `save_model` names the run directory itself
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
 
@@ -591,6 +600,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.teacher.save(folder)
         (folder / COUNTERS).write_text(json.dumps(self.counters), encoding="utf-8")
         save_state(self.objective.state(), folder, "method")
+        assert self.run_log is not None  # the main process has opened it
         self.run_log.sync()
 
     def load_extra(self, folder: Path) -> None:
@@ -675,14 +685,14 @@ class SelfDistillTrainer(ResumableTrainer):
 
     # ---- What transformers.Trainer would do to tensors -----------------------------------------------------------------------
 
-    def _prepare_inputs(self, inputs: list[Rollout]) -> list[Rollout]:
+    def _prepare_inputs(self, inputs: list[Rollout]) -> list[Rollout]:  # type: ignore[override]
         return inputs
 
-    def floating_point_ops(self, inputs: list[Rollout]) -> int:
+    def floating_point_ops(self, inputs: list[Rollout]) -> int:  # type: ignore[override]
         return 0
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> SequentialSampler:
-        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+        return SequentialSampler(cast(Sized, train_dataset) if train_dataset is not None else self.train_dataset)
 
 
 class TeacherUpdate(TrainerCallback):
@@ -720,7 +730,7 @@ def learning_rate_factor(step: int, warmup: int, total: int, kind: str = "cosine
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (total + 1 - warmup))))
 
 
-def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> nn.Module:
+def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> PeftModel:
     """A new LoRA adapter, or the one that `args.initial_adapter` names."""
     if args.initial_adapter is not None:
         return load_adapter(model, args.initial_adapter)

@@ -60,6 +60,8 @@ class WarmStartTrainer(SelfDistillTrainer):
         ValueError: a training example has no gold solution.
     """
 
+    args: WarmStartConfig
+
     @cached_property
     def stop_id(self) -> int:
         """The token with which the chat template ends an answer."""

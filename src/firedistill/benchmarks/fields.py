@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes, prepared_steps
@@ -48,12 +49,16 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
         step_sizes = StepSizes(sizes.prompt, (sizes.field_words,) * count, sizes.responses)
         steps = PrescribedSteps(step_sizes, sizes.model, options)
         steps.set_over(1.0, of_tokens=True)
+
+        def facts(variant: str, steps: PrescribedSteps = steps) -> dict[str, float]:
+            return steps.facts()
+
         yield from harness.rows(
             {"fields": count},
-            {name: lambda variant=variant, steps=steps: steps.step(*variant) for name, variant in VARIANTS.items()},
+            {name: partial(steps.step, *variant) for name, variant in VARIANTS.items()},
             options.repeats or sizes.repeats,
             warm_up=False,  # choosing the step scale was one
-            details=lambda variant, steps=steps: steps.facts(),
+            details=facts,
         )
         if sizes.memory:
             yield from harness.memory_rows({"fields": count}, prepared_steps, VARIANTS, step_sizes, sizes.model, options)

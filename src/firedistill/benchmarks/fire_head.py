@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -227,7 +227,7 @@ EVERY = (LITERAL, FUSED, LAZY, FULL_CONTEXT, PRODUCTS)
 def prepared(variants: tuple[str, ...], *size) -> dict[str, Callable[[], Tensor | None]]:
     """The functions whose memory is measured."""
     setting = make_setting(*size)
-    return {variant: lambda variant=variant: VARIANTS[variant](setting) for variant in variants}
+    return {variant: partial(VARIANTS[variant], setting) for variant in variants}
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:

@@ -148,7 +148,7 @@ def _peak_mib(function: Callable[[], Any]) -> float | None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before: float = torch.cuda.memory_allocated()
         function()
         return (torch.cuda.max_memory_allocated() - before) / MIB
     try:
@@ -256,8 +256,8 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         figure = Figure(figsize=(8, 0.9 + 0.4 * len(found)), layout="constrained")
         axis = figure.subplots()
         values = [row["processor_seconds"]["median"] if "seconds" in row else math.nan for row in found]
-        axis.barh(labels[::-1], values[::-1], color="tab:blue")
-        axis.bar_label(axis.containers[0], fmt="%.2f", padding=3, fontsize=8)
+        bars = axis.barh(labels[::-1], values[::-1], color="tab:blue")
+        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
         axis.set_xlabel("processor seconds (median)", fontsize=9)
         axis.tick_params(labelsize=8)
         axis.margins(x=0.12)

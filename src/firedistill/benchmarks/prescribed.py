@@ -12,11 +12,13 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 import torch
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LlamaConfig,
@@ -111,7 +113,7 @@ def random_model(sizes: ModelSizes) -> tuple[LlamaForCausalLM, PreTrainedTokeniz
         eos_token_id=2,
         initializer_range=0.05,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[arg-type]  # transformers wraps `to` in a decorator without types
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     special = ["<|pad|>", "<|start|>", "<|end|>"]
     vocabulary = {word: index for index, word in enumerate([*special, "<|unknown|>", *WORDS])}
@@ -160,20 +162,20 @@ class PrescribedSteps:
         self.trainer = SelfDistillTrainer(
             model=model, args=config, task=task, processing_class=tokenizer, train_examples=[example], eval_examples=[]
         )
-        shutil.rmtree(config.output_dir)
+        shutil.rmtree(config.run_dir)
         self.trainer.create_optimizer_and_scheduler(1)
         for group in self.trainer.optimizer.param_groups:
             group["lr"] = 0.0
         self.trainer.model.train()
         if sizes.checkpointing:  # what `train` would do; older versions of transformers have the second name only
-            model = self.trainer.model
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            student = self.trainer.model
+            getattr(student, "activation_checkpointing_enable", student.gradient_checkpointing_enable)()
         # The prompts are filled up to the wanted length, each with words of its own.
         count = max(1, sizes.prompt - len(self.trainer.encoder.encode(student_messages(task, example))))
         names = [f"prescribed/{i}" for i in range(len(sizes.responses))]
         self.examples = [Example(name, words(count, seed=name), "unknown") for name in names]
         draw = random.Random(0)
-        rows = unwrap(self.trainer.model).get_input_embeddings().weight.shape[0]
+        rows = cast(nn.Embedding, unwrap(self.trainer.model).get_input_embeddings()).weight.shape[0]
         self.responses = [[draw.randrange(3, rows) for _ in range(length)] for length in sizes.responses]
         self.per_view = ViewScorer(self.trainer.model, share_prefixes=False, max_tokens=1)
         self.shared = ViewScorer(self.trainer.model, share_prefixes=True)
@@ -263,4 +265,4 @@ def prepared_steps(
     """Steps whose memory is measured, every token over the radius; `variants` says of each the method and if prefixes are shared."""
     steps = PrescribedSteps(sizes, model_sizes, options)
     steps.set_over(1.0, of_tokens=True)
-    return {name: lambda variant=variant: steps.step(*variant) for name, variant in variants.items()}
+    return {name: partial(steps.step, *variant) for name, variant in variants.items()}

@@ -11,8 +11,10 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import torch
+from transformers import PreTrainedModel
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, model_of, words
@@ -59,8 +61,9 @@ def sweeps(sizes: Sizes) -> dict:
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    model, tokenizer = model_of(sizes.model, options)
-    model = add_lora(model.to(options.device)).eval()
+    base, tokenizer = model_of(sizes.model, options)
+    base.to(options.device)  # type: ignore[arg-type]  # transformers wraps `to` in a decorator without types
+    model = add_lora(base).eval()
     draw = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # as after some training: an adapter of zeros would be too easy
@@ -99,7 +102,7 @@ def sample(engine: HFRolloutEngine, prompts: list[list[int]], law: Sampling) -> 
 
 def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> int:
     with inference_mode(engine.model), merged_adapter(engine.model):
-        batch = _Batch(engine.causal_lm, [tuple(p) for p in prompts], steps, 0, remember=False)
+        batch = _Batch(cast(PreTrainedModel, engine.causal_lm), [tuple(p) for p in prompts], steps, 0, remember=False)
         batch.read_prompts()
         for _ in range(steps - 1):
             batch.read(torch.full((len(prompts),), 5, device=engine.model.device))

@@ -58,10 +58,12 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     for micro_batch in sizes.micro_batches:
         case = {"micro-batch": micro_batch}
         these = replace(sizes, step=replace(sizes.step, micro_batch=micro_batch))
-        sides = {"trl": TrlSteps(these, options), "full context": OurSteps(these, options)}
-        yield from harness.rows(
-            case, sides, options.repeats or sizes.repeats, details=lambda name, sides=sides: sides[name].facts()
-        )
+        sides: dict[str, TrlSteps | OurSteps] = {"trl": TrlSteps(these, options), "full context": OurSteps(these, options)}
+
+        def facts(name: str, sides: dict[str, TrlSteps | OurSteps] = sides) -> dict[str, Any]:
+            return sides[name].facts()
+
+        yield from harness.rows(case, sides, options.repeats or sizes.repeats, details=facts)
         for side in sides.values():
             side.stop()
         if sizes.memory:
@@ -71,7 +73,8 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
 
 def prepare_one(name: str, sizes: Sizes, options: harness.Options) -> dict[str, Callable[[], None]]:
     """One side, after its first step, which makes the optimizer's state."""
-    side = {"trl": TrlSteps, "full context": OurSteps}[name](sizes, options)
+    sides: dict[str, type[TrlSteps | OurSteps]] = {"trl": TrlSteps, "full context": OurSteps}
+    side = sides[name](sizes, options)
     side()
     return {name: side}
 
@@ -107,7 +110,8 @@ class TrlSteps:
         self.teacher_tokens = 0
         self.trainer = make_trainer(self, model, tokenizer, steps.trainer.args, rows, responses, sizes.step)
         self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self.stopped, self.error = False, None
+        self.stopped = False
+        self.error: Exception | None = None
         self.threads = torch.get_num_threads()
         self.thread = threading.Thread(target=self.train, daemon=True)
         self.thread.start()

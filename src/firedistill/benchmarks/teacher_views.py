@@ -55,6 +55,9 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
                     for views in (prompts[:1], prompts[1:]):
                         scorer.score([0], views, [rollout.response_ids])
 
+            def details(variant: str, scorers: dict[str, ViewScorer] = scorers) -> dict[str, int]:
+                return {"tokens_read": scorers[variant].tokens}
+
             variants = {
                 "one pass per view": lambda score=score: score("one pass per view", False),
                 "shared prefixes": lambda score=score: score("shared prefixes", True),
@@ -64,5 +67,5 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
                 case,
                 variants,
                 options.repeats or sizes.repeats,
-                details=lambda variant, scorers=scorers: {"tokens_read": scorers[variant].tokens},
+                details=details,
             )

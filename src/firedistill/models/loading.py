@@ -28,7 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -168,7 +168,7 @@ def load_model_and_tokenizer(
             source, config=config, trust_remote_code=False, use_safetensors=True, **options, **hub
         )
     # Read by add_lora: an adapter of a pinned base must say so, or peft would fetch the main branch for it.
-    model.firedistill_revision = hub.get("revision")
+    model.firedistill_revision = hub.get("revision")  # type: ignore[assignment]  # torch declares tensors and modules only
     tokenizer.padding_side = "left"
     _settle_stop_and_pad_tokens(model, tokenizer)
     return model, tokenizer
@@ -264,7 +264,7 @@ def _settle_stop_and_pad_tokens(model: PreTrainedModel, tokenizer: PreTrainedTok
     for token_id in (tokenizer.eos_token_id, end_of_turn_id(tokenizer)):
         if token_id is not None and token_id not in stops:
             stops.append(token_id)
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     pad = tokenizer.pad_token_id
     if pad is None or pad in stops or pad >= rows:
         replacement = _quiet_token(tokenizer, stops, rows)
@@ -286,7 +286,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     marker = "firedistill"
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
         logger.info("the chat template does not render a finished conversation: %s", error)
         return None
@@ -564,7 +564,8 @@ def _tie_twin_embeddings(model: PreTrainedModel, tensor_types: dict[str, Any]) -
     Small Qwen models tie the two, but some converters write both, each quantised in its own way. Left apart they cost
     memory and the embedding is needlessly coarse, so the finer copy serves both.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head = cast(torch.nn.Linear | None, model.get_output_embeddings())
+    embedding = cast(torch.nn.Embedding, model.get_input_embeddings())
     if model.config.tie_word_embeddings or head is None or head.weight.shape != embedding.weight.shape:
         return
     with torch.no_grad():

@@ -16,6 +16,7 @@ differs from its paper (weights of mean 1, token means, the student's weight rev
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class SCOPE(Objective):
             return
         mean_logp = torch.stack(
             [student[id(r)].mean() if id(r) in student else torch.zeros(()) for r in correct]
-            + [r.coefficients["teacher_log_probs"].mean() for r in wrong]
+            + [cast(Tensor, r.coefficients["teacher_log_probs"]).mean() for r in wrong]
         )
         weights = perplexity_weights(
             mean_logp,

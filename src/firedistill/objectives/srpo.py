@@ -118,9 +118,10 @@ class SRPO(Objective):
         raw = [torch.exp(-self.beta * (h.double() - lowest)).cpu() for h in entropies]
         total, count = batch.total(float(sum(w.sum() for w in raw))), batch.total(sum(len(w) for w in raw))
         for rollout, weights, h in zip(wrong, raw, entropies, strict=True):
-            rollout.coefficients["entropy_weight"] = weights * count / total
-            batch.averages.add(srpo_entropy_weight=rollout.coefficients["entropy_weight"], srpo_teacher_entropy=h)
-            batch.averages.maximum(srpo_entropy_weight_max=rollout.coefficients["entropy_weight"])
+            weights = weights * count / total
+            rollout.coefficients["entropy_weight"] = weights
+            batch.averages.add(srpo_entropy_weight=weights, srpo_teacher_entropy=h)
+            batch.averages.maximum(srpo_entropy_weight_max=weights)
         advantages = group_advantages(
             torch.tensor([float(rollout.verdict.correct) for rollout in batch.rollouts], dtype=torch.float64),
             torch.tensor([rollout.prompt_index for rollout in batch.rollouts]),

@@ -91,9 +91,10 @@ class TrOPD(Objective):
         cap = min(self.prefix_cap(progress), sampler.sampling.max_new_tokens - 1)
         drafts = sampler.teacher_drafts(prompts) if cap > 0 else [[] for _ in prompts]
         prefixes = [draft[: max(0, min(cap, len(draft) - 1))] for draft in drafts]  # never the draft's end-of-sequence
+        unguided: list[list[int]] = [[]] * self.group_size
         rollouts = sampler.student(
             [prompt for prompt in prompts for _ in range(self.group_size + 1)],
-            [ids for prefix in prefixes for ids in [[]] * self.group_size + [prefix]],
+            [ids for prefix in prefixes for ids in [*unguided, prefix]],
         )
         for guided, draft in zip(rollouts[self.group_size :: self.group_size + 1], drafts, strict=True):
             guided.draft_tokens = len(draft)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -212,20 +213,20 @@ class _FireHead:
 
     def incorrect_branch(self, wrong: Tensor, teacher_hidden: Tensor, loo_hidden: FieldStates | None) -> None:
         """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
-        at_hand = self.attribution and isinstance(loo_hidden, Tensor)
-        self.start_attribution(wrong, len(loo_hidden) if at_hand else 0)
+        at_hand = loo_hidden if self.attribution and isinstance(loo_hidden, Tensor) else None
+        self.start_attribution(wrong, len(at_hand) if at_hand is not None else 0)
         deferred = []
         for part, products in self.projected(wrong):
             full = self.teacher_head.project(teacher_hidden[part])
             over = self.full_teacher(wrong[part], products, full)
-            if at_hand:
-                self.attribute(wrong[part], products, full, over, loo_hidden[:, part][:, over])
+            if at_hand is not None:
+                self.attribute(wrong[part], products, full, over, at_hand[:, part][:, over])
             elif len(over):
                 products[over] = 0.0
                 deferred.append(over + part.start)
         if deferred:
             over = torch.cat(deferred)
-            without = loo_hidden(over)
+            without = cast(Callable[[Tensor], Tensor], loo_hidden)(over)
             self.start_attribution(wrong, len(without))
             for part, products in self.projected(wrong[over]):
                 full = self.teacher_head.project(teacher_hidden[over[part]])
@@ -301,8 +302,9 @@ class _FireHead:
                 self.statistics["field_energy"][j, here] = field_energy
                 evidence.append(self.statistics["chi"][here] * field_energy)
                 shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
-            alpha = torch.stack(evidence) / sum(evidence)
-            shift /= sum(evidence).unsqueeze(-1)
+            total = cast(Tensor, sum(evidence))
+            alpha = torch.stack(evidence) / total
+            shift /= total.unsqueeze(-1)
             ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
             gradient = student.p * ratio
             norm = gradient.square().sum(-1).sqrt()

@@ -8,10 +8,14 @@ one chunk, whatever the number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so that fewer tokens cost more
 # each, while beyond 32 MiB the C library maps fresh memory for every tensor. On a GPU 256 MiB, to keep it busy (not measured).
@@ -45,7 +49,7 @@ class Head(nn.Module):
         self.override = dict(override or {})
 
     @classmethod
-    def of(cls, causal_lm: nn.Module, temperature: float = 1.0, override: Mapping[str, Tensor] | None = None) -> Head:
+    def of(cls, causal_lm: PreTrainedModel, temperature: float = 1.0, override: Mapping[str, Tensor] | None = None) -> Head:
         """The head of a `transformers` causal language model."""
         config = causal_lm.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0
@@ -55,7 +59,7 @@ class Head(nn.Module):
         return cls(causal_lm.get_output_embeddings(), softcap=softcap, scale=scale, temperature=temperature, override=override)
 
     @classmethod
-    def of_weight(cls, weight: Tensor, **settings: float | None) -> Head:
+    def of_weight(cls, weight: Tensor, **settings: Any) -> Head:
         """The head of an output embedding `[V, H]` without bias, which may be part of a graph; `settings` as in the constructor."""
         vocabulary_size, width = weight.shape
         return cls(nn.Linear(width, vocabulary_size, bias=False, device="meta"), override={"weight": weight}, **settings)
@@ -81,7 +85,7 @@ class Head(nn.Module):
 
     @property
     def vocabulary_size(self) -> int:
-        return self.projection.weight.shape[0]
+        return cast(Tensor, self.projection.weight).shape[0]
 
     @property
     def trained(self) -> list[Tensor]:

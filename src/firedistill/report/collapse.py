@@ -169,7 +169,7 @@ def collapses(
 
     measured = [row for row in evaluations if row.get("n") and math.isfinite(row["accuracy"])]
     drop = accuracy_drop(*([row[key] for row in measured] for key in ("step", "accuracy", "stderr")))
-    events = [length_collapse(*column("response_length")), runaway_length(*column("truncated_rate")), drop]
-    events = [event for event in events if event is not None]
+    single = [length_collapse(*column("response_length")), runaway_length(*column("truncated_rate")), drop]
+    events = [event for event in single if event is not None]
     events += gradient_bursts(*column("grad_norm"), threshold) + gradients_not_finite(*column("grad_norm"))
     return sorted(events, key=lambda event: event.step)

@@ -45,8 +45,8 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
             points = [(step, value) for step, value in points if value > 0 or not logarithmic]
             if points:
                 drawn = axis.plot(*zip(*points, strict=True), alpha=0.3, linewidth=1)
-                steps, values = zip(*points, strict=True)
-                axis.plot(steps, smooth(values), color=drawn[0].get_color(), linewidth=1.6)
+                xs, ys = zip(*points, strict=True)
+                axis.plot(xs, smooth(ys), color=drawn[0].get_color(), linewidth=1.6)
     for axis, (title, _, logarithmic) in zip(axes, PANELS, strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("optimizer step", fontsize=8)

@@ -74,7 +74,7 @@ def rate_figure(study: Study) -> Figure | None:
         for group, curve in curves:
             error = [100 * (m - low) for m, low in zip(curve.mean, curve.low, strict=True)]
             values = [100 * m for m in curve.mean]
-            style = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
+            style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
             axes.errorbar(curve.x, values, yerr=error, label=literal(group.label), **style)
 
     title = "Learning rates (mean over seeds; bars: ± sample standard deviation)"
@@ -151,7 +151,7 @@ def draw_curve(axes: Axes, curve: Curve, label: str, colour: str, broken: bool, 
     if chart.logarithmic:  # a norm of exactly 0, from a step without a gradient, has no place on the axis
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
     style = "--" if broken else "-"
-    marker = {"marker": "o", "markersize": 3} if len(x) == 1 or chart.name == "accuracy" else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) == 1 or chart.name == "accuracy" else {}
     axes.plot(x, mean, style, color=colour, linewidth=1.4, label=literal(label), **marker)
     if low != high:
         axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -86,6 +86,7 @@ class AccuracyTable:
         return found
 
     def average_text(self, position: int) -> tuple[str, bool]:
+        assert self.average is not None
         value = self.average[position]
         if not math.isfinite(value):
             return "–", False
@@ -159,7 +160,7 @@ def rate_table(model: str, settings: Sequence[Setting]) -> AccuracyTable:
     )
 
 
-def ordered(labels: Sequence[str], settings: Sequence[Setting]) -> list[str]:
+def ordered(labels: Iterable[str], settings: Sequence[Setting]) -> list[str]:
     """Labels in the order of the paper, whichever setting has them."""
     rank = {g.label: (list(METHODS).index(g.method) if g.method in METHODS else -1) for s in settings for g in s.groups}
     return sorted(labels, key=lambda label: (rank[label], label))

@@ -108,7 +108,8 @@ class _Batch:
         self.prompt_ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=model.device)
         self.mask = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + room) for p in prompts], device=model.device)
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.remember, self.seen = remember, None
+        self.remember = remember
+        self.seen: Tensor | None = None
 
     def read_prompts(self) -> Tensor:
         """Logits `[B, V]` of the first token."""
@@ -154,6 +155,9 @@ class RoomyLayer(DynamicLayer):
     """Keys and values `[B, heads, length, size]` as views of buffers with room for more, so that a token is written, not appended."""
 
     ROOM = 128
+
+    keys: Tensor  # from the first `update` on
+    values: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:

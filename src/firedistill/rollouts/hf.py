@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -43,7 +44,7 @@ class HFRolloutEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int = 32,
         merge_adapter: bool | None = None,
@@ -103,6 +104,7 @@ class HFRolloutEngine:
     def _decode_batch(
         self, prompts: list[list[int]], sampling: Sampling, limits: list[int], uniforms: Tensor
     ) -> list[list[int]]:
+        assert self.causal_lm is not None  # `generate` has looked
         pad = self.tokenizer.pad_token_id
         return decode(self.causal_lm, prompts, sampling, limits, uniforms, self.stop_ids, pad)
 
@@ -112,7 +114,8 @@ class HFRolloutEngine:
         device = self.model.device
         input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
         attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
-        output = self.model.generate(
+        model: Any = self.model  # only the model's own class is known to generate
+        output = model.generate(
             input_ids=input_ids, attention_mask=attention_mask, generation_config=self._generation_config(sampling)
         )
         return output[:, width:].tolist()
@@ -134,22 +137,22 @@ class HFRolloutEngine:
         """Cut after the first stop token; what follows it is padding."""
         stop = next((position for position, token in enumerate(ids) if token in self.stop_ids), None)
         kept = ids if stop is None else ids[: stop + 1]
-        return Response(kept, self.tokenizer.decode(kept, skip_special_tokens=True), finished=stop is not None)
+        return Response(kept, cast(str, self.tokenizer.decode(kept, skip_special_tokens=True)), finished=stop is not None)
 
 
-def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Every token that ends a response: the checkpoint's end-of-sequence tokens and the tokenizer's."""
     configured = model.generation_config.eos_token_id
     ids = configured if isinstance(configured, list) else [configured]
     return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
-def causal_lm_for_decoding(model: torch.nn.Module) -> PreTrainedModel | None:
+def causal_lm_for_decoding(model: PreTrainedModel | PeftModel) -> PreTrainedModel | None:
     """The model to run `decode` on: itself, or what an adapter of the LoRA kind sits in; None if `generate` has to do it."""
     if isinstance(model, PeftModel):
         if model.active_peft_config.is_prompt_learning or model.active_peft_config.is_adaption_prompt:
             return None
-        model = model.get_base_model()
+        model = cast(PreTrainedModel, model.get_base_model())
     return model if can_decode(model) else None
 
 
@@ -172,9 +175,9 @@ def inference_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def only_these_settings(model: PreTrainedModel) -> Iterator[None]:
+def only_these_settings(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Hide the checkpoint's generation settings: `generate` fills every default with them (top-k 20, repetition penalty 1.1, ...)."""
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    causal_lm: PreTrainedModel | PeftModel = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
     owners = {id(owner): owner for owner in (model, causal_lm)}.values()
     saved = [(owner, owner.generation_config) for owner in owners]
     for owner in owners:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
+from peft import PeftModel
 from peft.tuners import lora
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
@@ -24,7 +27,7 @@ def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear
 
 
 def _is_mergeable(layer: lora.Linear) -> bool:
-    base, adapters = layer.base_layer, _active(layer)
+    base, adapters = _base(layer), _active(layer)
     return (
         type(base) is nn.Linear
         and type(base.weight.data) is Tensor
@@ -40,30 +43,36 @@ def _is_hooked(module: nn.Module) -> bool:
     return hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def _base(layer: lora.Linear) -> nn.Linear:
+    """The adapted layer; peft declares only that it is some module."""
+    return cast(nn.Linear, layer.base_layer)
+
+
 def _active(layer: lora.Linear) -> list[str]:
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def merged_bytes(model: nn.Module) -> int:
     """What the copies of the adapted projections take: one more of each."""
-    return sum(layer.base_layer.weight.nbytes for _, _, layer in mergeable_layers(model))
+    return sum(_base(layer).weight.nbytes for _, _, layer in mergeable_layers(model))
 
 
 @contextmanager
 @torch.no_grad()
-def merged_adapter(model: nn.Module) -> Iterator[None]:
+def merged_adapter(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Run `model` with its adapter merged, from the values that base and adapter have now.
 
     Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`, and the
     very same layers are put back, also after an exception. Gradients cannot flow through the copies. Where the CPU's matrix kernels
     have a block order of their own, the copies are made in it, and one of the output projection too.
     """
-    layers = mergeable_layers(model)
+    adapted = mergeable_layers(model)
+    layers: list[tuple[nn.Module, str, nn.Module]] = [*adapted]
     copies: dict[nn.Module, nn.Module] = {}
     try:
-        for _, _, layer in layers:
-            if layer not in copies:  # a layer may have several parents
-                copies[layer] = _linear(_merged_weight(layer), layer.base_layer.bias)
+        for _, _, adapter in adapted:
+            if adapter not in copies:  # a layer may have several parents
+                copies[adapter] = _linear(_merged_weight(adapter), _base(adapter).bias)
         head = model.get_output_embeddings() if layers else None
         if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
             copies[head] = PackedLinear(head.weight, head.bias)
@@ -77,10 +86,11 @@ def merged_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def _merged_weight(layer: lora.Linear) -> Tensor:
-    weight = layer.base_layer.weight.float()
+    base = _base(layer).weight
+    weight = base.float()
     for name in _active(layer):
         weight = weight + layer.get_delta_weight(name)
-    return weight.to(layer.base_layer.weight.dtype)
+    return weight.to(base.dtype)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
@@ -88,7 +98,8 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
         return PackedLinear(weight, bias)
     rows, columns = weight.shape
     plain = nn.Linear(columns, rows, bias=bias is not None, device="meta")
-    plain.weight, plain.bias = nn.Parameter(weight, requires_grad=False), bias
+    plain.weight = nn.Parameter(weight, requires_grad=False)
+    plain.bias = cast(nn.Parameter, bias)  # torch declares that there always is one
     return plain.eval()
 
 

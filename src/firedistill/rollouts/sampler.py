@@ -89,7 +89,7 @@ class Sampler:
         with self.teacher():
             drafts = iter(
                 self.engine.generate(
-                    [request for request, has_room in zip(requests, fits, strict=True) if has_room],
+                    [request for request, has_room in zip(requests, fits, strict=True) if request is not None and has_room],
                     self.sampling,
                     self._next_seed(),
                 )

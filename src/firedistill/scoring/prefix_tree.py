@@ -9,6 +9,7 @@ as the members of a group do, starts with a copy of what that one has read. Exac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,7 @@ class ViewScorer:
             )
             self.tokens += sum(len(ids) for view in prompts for ids in view) + len(prompts) * sum(map(len, responses))
             return [states.select(range(v * len(rows), (v + 1) * len(rows))) for v in range(len(prompts))]
-        hidden: list[list[Tensor]] = [[None] * len(rows) for _ in prompts]
+        hidden: list[dict[int, Tensor]] = [{} for _ in prompts]
         for row in rows:
             if keys[row] not in self.readers:
                 self.readers[keys[row]] = self._new_reader(prompts[0][row])
@@ -69,7 +70,9 @@ class ViewScorer:
         empty = torch.empty(
             0, unwrap(self.model).config.get_text_config().hidden_size, device=next(self.model.parameters()).device
         )
-        return [ResponseStates(torch.cat(states) if states else empty, list(lengths)) for states in hidden]
+        return [
+            ResponseStates(torch.cat([states[row] for row in rows]) if states else empty, list(lengths)) for states in hidden
+        ]
 
     def _new_reader(self, prompt: list[int]) -> PrefixReader:
         """A reader that knows already what another one has read of this prompt."""
@@ -97,7 +100,8 @@ class PrefixReader:
     def copy(self, other: PrefixReader, length: int) -> None:
         """Take over the first tokens of what another reader has read."""
         self.ids = other.ids[:length]
-        for index, layer in enumerate(other.cache.layers):
+        layers: Sequence[Any] = other.cache.layers  # all of them with plain keys and values: `cache_can_be_cut`
+        for index, layer in enumerate(layers):
             self.cache.update(layer.keys[..., :length, :], layer.values[..., :length, :], index)
 
     def read(self, prompt: list[int], response: list[int]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ class ResponseStates:
 
     def per_token(self, values: Sequence[int]) -> Tensor:
         """One integer per response, at every token of it; `[M]`."""
-        values, lengths = (torch.tensor(list(x), dtype=torch.long, device=self.hidden.device) for x in (values, self.lengths))
-        return values.repeat_interleave(lengths)
+        each, lengths = (torch.tensor(list(x), dtype=torch.long, device=self.hidden.device) for x in (values, self.lengths))
+        return each.repeat_interleave(lengths)
 
     @staticmethod
     def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:
@@ -62,7 +63,7 @@ def score_responses(
     """
     order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]) + len(responses[row]))
     device = next(model.parameters()).device
-    hidden: list[Tensor | None] = [None] * len(prompts)
+    hidden: dict[int, Tensor] = {}
     for rows in forward_batches([len(prompts[row]) + len(responses[row]) for row in order], max_tokens):
         batch = [order[row] for row in rows]
         width = max(len(prompts[row]) + len(responses[row]) for row in batch)
@@ -75,7 +76,7 @@ def score_responses(
     if not hidden:
         width = unwrap(model).config.get_text_config().hidden_size
         return ResponseStates(torch.empty(0, width, device=device), lengths)
-    return ResponseStates(torch.cat(hidden), lengths)
+    return ResponseStates(torch.cat([hidden[row] for row in range(len(prompts))]), lengths)
 
 
 def forward_batches(lengths: Sequence[int], max_tokens: int | None) -> list[range]:
@@ -97,9 +98,10 @@ def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """The `transformers` model inside distributed wrappers and adapters."""
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = inner.module
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 @contextmanager

@@ -211,6 +211,7 @@ while header := sys.stdin.buffer.read(4):
         return self._ask(self.process, answer, entry, SCORING_SECONDS) if self.process is not None else 0.0
 
     def _ask(self, process: subprocess.Popen[bytes], answer: str, entry: Mapping[str, Any], seconds: float) -> float:
+        assert process.stdin is not None and process.stdout is not None  # both are pipes
         message = pickle.dumps((answer, dict(entry)))
         try:
             process.stdin.write(struct.pack("<I", len(message)) + message)
