@@ -181,6 +181,8 @@ OVERVIEW_COLUMNS = [
     "Final accuracy (%)",
     "Gradient norm, median",
     "Gradient norm, maximum",
+    "Sampled answers right (%), first to last tenth",
+    "Entropy (nats), first to last tenth",
     "Response length, first to last tenth",
     "Generated tokens",
     "Training time (min)",
@@ -200,8 +202,6 @@ def overview(study: Study) -> list[dict[str, Any]]:
 def overview_row(setting: Setting, group: Group) -> list[str]:
     norms = [[r["grad_norm"] for r in run.metrics if math.isfinite(r.get("grad_norm", math.nan))] for run in group.runs]
     everything = [norm for of_run in norms for norm in of_run]
-    lengths = [[r["response_length"] for r in run.metrics if "response_length" in r] for run in group.runs]
-    tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in lengths if v]
     before = [100 * run.evaluations[0]["accuracy"] for run in group.runs if run.evaluations and not run.evaluations[0]["step"]]
     after = accuracy_cell([group])
     wrong = [run for run in group.runs if run.events]
@@ -214,11 +214,20 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
         spread(after.values, ".2f"),
         f"{median(everything):.3g}" if everything else "–",
         f"{max(everything):.3g}" if everything else "–",
-        " → ".join(f"{fmean(side):.1f}" for side in zip(*tenths, strict=True)) if tenths else "–",
+        first_to_last(group, "correct_rate", ".0f", 100),
+        first_to_last(group, "entropy", ".2f"),
+        first_to_last(group, "response_length", ".1f"),
         spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in group.runs], ",.0f"),
         spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in group.runs], ".1f"),
         f"{len(wrong)} of {len(group.runs)}: {', '.join(kinds)}" if wrong else "–",
     ]
+
+
+def first_to_last(group: Group, column: str, form: str, factor: float = 1) -> str:
+    """The mean over the runs in the first and in the last tenth of their steps."""
+    runs = [[r[column] for r in run.metrics if math.isfinite(r.get(column, math.nan))] for run in group.runs]
+    tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in runs if v]
+    return " → ".join(format(factor * fmean(side), form) for side in zip(*tenths, strict=True)) if tenths else "–"
 
 
 def spread(values: Sequence[float], form: str) -> str:
