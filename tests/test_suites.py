@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from firedistill import cli, options
+from firedistill.checkpoints import newest_checkpoint, step_of
 from firedistill.experiments import command
 from firedistill.experiments.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
 from firedistill.experiments.runner import (
@@ -523,12 +524,12 @@ def test_a_real_run_killed_on_the_way_ends_like_one_that_was_not(tmp_path, monke
     os.kill(child, signal.SIGKILL)
     process.join()
     wait_for(lambda: not is_alive(child, None))
-    at = len(read_jsonl(metrics))
-    assert 4 <= at < 16 and suite.state(run, plan).name == "to do"
+    at, checkpoint = len(read_jsonl(metrics)), newest_checkpoint(suite.run_folder(run))
+    assert 4 <= at < 16 and suite.state(run, plan).name == "to do" and checkpoint is not None
     capsys.readouterr()
     assert cli.main(["suite", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert f"{run.id}: continued after step " in out and f"{run.id}: done in " in out and "1 done" in out
+    assert f"{run.id}: continued after step {step_of(checkpoint)}" in out and f"{run.id}: done in " in out and "1 done" in out
     assert "--resume" in suite.log_path(run).read_text()
     assert cli.main(["suite", str(tmp_path / "suite.yaml"), "-o", str(folder), "--status"]) == 0
     assert "1 done" in capsys.readouterr().out

@@ -92,6 +92,9 @@ class ResumableTrainer(Trainer):
         folder = self.checkpoint_to_resume(wanted, allow_changes)
         self.resumed_from = folder
         if folder is not None:
+            for difference in self._new_settings:
+                logger.warning("allowed change: %s", difference)
+            resume.warn_of_another_machine(checkpoints.read_manifest(folder).get("machine"), resume.machine(self.args.device))
             self.args.eval_on_start = self.evaluation_due and self.args.eval_strategy != "no"
         step = checkpoints.step_of(folder) if folder is not None else 0
         if self.is_world_process_zero():
@@ -127,9 +130,6 @@ class ResumableTrainer(Trainer):
             raise CheckpointError(
                 f"{folder} is beyond max_steps ({self.args.max_steps}); allow a larger max_steps, or start anew"
             )
-        for difference in self._new_settings:
-            logger.warning("allowed change: %s", difference)
-        resume.warn_of_another_machine(manifest.get("machine"), resume.machine(self.args.device))
         self.evaluation_due = manifest.get("evaluation_due") is True
         return folder
 

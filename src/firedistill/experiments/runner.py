@@ -30,6 +30,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from firedistill.checkpoints import newest_checkpoint, step_of
 from firedistill.experiments.plan import Plan, PlannedRun, merge, read_plan, write_json, write_plan
 from firedistill.run_log import read_jsonl
 
@@ -241,13 +242,8 @@ def train_command(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     for name, value in (settings | {"output_dir": str(folder)}).items():
         command.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list | bool) else value}")
     if (folder / "metrics.jsonl").exists():
-        command.append("--resume" if has_checkpoint(folder) else "--overwrite")
+        command.append("--resume" if newest_checkpoint(folder) else "--overwrite")
     return command
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a run can be resumed: the state of the trainer is the last thing that a checkpoint gets."""
-    return any(folder.glob("checkpoint-*/trainer_state.json"))
 
 
 @dataclass
@@ -342,9 +338,9 @@ class Runner:
         command = self.command(self.suite, run)
         log = self.suite.log_path(run)
         log.parent.mkdir(parents=True, exist_ok=True)
-        how = "continued" if "--resume" in command else "started"
         where = "".join(f", {name}={value}" for name, value in environment.items())
-        step = last_step(self.suite.run_folder(run)) if "--resume" in command else 0
+        checkpoint = newest_checkpoint(self.suite.run_folder(run)) if "--resume" in command else None
+        step = step_of(checkpoint) if checkpoint else 0  # the log may reach further: what came after is made again
         with log.open("a", encoding="utf-8") as out:
             out.write(f"$ {shlex.join(command)}\n")
             out.flush()
@@ -357,7 +353,7 @@ class Runner:
             )
         lock |= {"child": process.pid, "child_started": started(process.pid), "since": time.time(), "from_step": step}
         self.suite.write_lock(run, lock)
-        self.told(f"{run.id}: {how}{f' after step {step}' if step else ''}{where}")
+        self.told(f"{run.id}: {f'continued after step {step}' if checkpoint else 'started'}{where}")
         return Job(run, lock, process)
 
     def collect(self) -> None:
