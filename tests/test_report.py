@@ -25,9 +25,11 @@ from firedistill.report.collapse import (
     gradients_not_finite,
     length_collapse,
     runaway_length,
+    sampling_drop,
 )
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
 from firedistill.report.runs import (
+    CHARTS,
     evaluation_curve,
     interpolate,
     interpolated_curve,
@@ -278,6 +280,29 @@ def test_curves_over_steps_go_as_far_as_all_runs(tmp_path):
     assert evaluation_curve([a, b]).x == [0]
 
 
+def test_noisy_columns_are_running_means_of_each_run(tmp_path):
+    rates = [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    run = read_run(write_run(tmp_path / "a", max_steps=8, metrics={"correct_rate": rates}))
+    same = read_run(write_run(tmp_path / "b", max_steps=8, metrics={"correct_rate": [0.5] * 8}, seed=1))
+    (chart,) = (chart for chart in CHARTS if chart.name == "sampled-answers")
+    # Eleven steps, of which the ends have fewer: steps 1 to 3 see 6 to 8 of them, in percent.
+    expected = [100 / 6, 100 / 7, 100 / 8, 100 / 8, 100 / 8, 100 / 8, 100 / 7, 100 / 6]
+    assert chart.points(run) == (list(range(1, 9)), pytest.approx(expected))
+    curve = chart.curve([run, same])
+    assert curve.low == pytest.approx(expected) and curve.high == pytest.approx([50] * 8)
+    assert curve.mean == pytest.approx([(50 + value) / 2 for value in expected])
+
+
+def test_the_overview_counts_finished_runs_if_there_are_any(tmp_path):
+    write_run(tmp_path / "a", (0.5, 0.6))
+    write_run(tmp_path / "b", (0.4, 0.7), steps=4, seed=1, metrics={"grad_norm": [9.0] * 10})
+    (row,) = overview(read_study([tmp_path / "a", tmp_path / "b"]))
+    assert row["Runs finished"] == "1 of 2" and row["Gradient norm, maximum"] == "0.5"
+    assert row["Accuracy at step 0 (%)"] == "50.00" and row["Generated tokens"] == "200"
+    (row,) = overview(read_study([tmp_path / "b"]))
+    assert row["Final accuracy (%)"] == "–" and row["Gradient norm, maximum"] == "9" and row["Generated tokens"] == "80"
+
+
 # ---- What went wrong ---------------------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +352,26 @@ def test_an_accuracy_drop_is_one_that_stays():
     assert accuracy_drop([], [], []) is None
 
 
+def test_a_sampling_drop_is_one_of_whole_blocks_that_stays():
+    def alternating(*means):
+        """Twenty steps around each mean: standard error 0.05 / sqrt(19), three of a difference's are 0.0487."""
+        return [mean + side for mean in means for side in [0.05, -0.05] * 10]
+
+    steps = list(range(1, 101))
+    event = sampling_drop(steps, alternating(0.5, 0.9, 0.9, 0.8, 0.6))
+    assert (event.step, event.key, event.rule) == (61, "correct_rate", "sampling drop")
+    assert event.text == ("sampled answers right: 90.0% in the 20 steps to 40, 80.0% in those from 61 on, 60.0% in the last 20")
+    assert sampling_drop(steps, alternating(0.5, 0.9, 0.6, 0.9, 0.9)) is None, "it recovers"
+    assert sampling_drop(steps, alternating(0.9, 0.9, 0.9, 0.9, 0.851)) is None, "five points at least"
+    assert sampling_drop(steps, alternating(0.9, 0.9, 0.9, 0.9, 0.849)).step == 81
+    noisy = [0.9 + side for side in [0.5, -0.5] * 10] * 4 + [0.6 + side for side in [0.5, -0.5] * 10]
+    assert sampling_drop(steps, noisy) is None, "within the noise of the steps"
+    odd = [0.0] * 7 + alternating(0.9, 0.5)
+    assert sampling_drop(list(range(1, 48)), odd).step == 28, "blocks end with the last step; what is over at the start is left"
+    assert sampling_drop(steps[:30], alternating(0.9, 0.5)[:30]) is None, "a single block"
+    assert sampling_drop([], []) is None
+
+
 def test_the_events_of_a_run_in_order():
     metrics = [
         {"step": s, "grad_norm": 50.0 if s == 30 else 0.5, "response_length": 40.0 if s <= 20 else 5.0} for s in range(1, 61)
@@ -340,7 +385,7 @@ def test_the_events_of_a_run_in_order():
 
 
 def test_the_rules_are_documented_where_they_are():
-    assert len(rules()) == 4 and all(rule.endswith(".") and "*" not in rule for rule in rules())
+    assert len(rules()) == 5 and all(rule.endswith(".") and "*" not in rule for rule in rules())
 
 
 # ---- The page ------------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from firedistill import Example, FeedbackField, Verdict
 from firedistill.evaluation import answer_examples, summarise
 from firedistill.prompts import PromptEncoder, TokenBudget
-from firedistill.report.curves import plot_runs, smooth
+from firedistill.report.curves import plot_runs
+from firedistill.report.runs import running_mean
 from firedistill.rollouts.engine import Response, Rollout, Sampling
 from firedistill.run_log import RunLog, json_line, read_jsonl, rollout_row
 from tiny import ToyTask, byte_tokenizer
@@ -215,5 +216,5 @@ def test_a_folder_that_is_no_run_has_no_picture(tmp_path):
 
 
 def test_smoothing_keeps_length_and_level():
-    assert smooth([3.0]) == [3.0] and smooth([2.0] * 7) == [2.0] * 7
-    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])
+    assert running_mean([3.0], 5) == [3.0] and running_mean([2.0] * 7, 5) == [2.0] * 7
+    assert running_mean([0.0, 0.0, 5.0, 0.0, 0.0], 5) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])

@@ -1,4 +1,4 @@
-"""Where a run went wrong: five rules on its curves, each a pure function of steps and values.
+"""Where a run went wrong: six rules on its curves, each a pure function of steps and values.
 
 The rules are thresholds that a reader can check by eye, not statistics:
 
@@ -9,7 +9,9 @@ The rules are thresholds that a reader can check by eye, not statistics:
 - **gradient burst**: a gradient norm before clipping above the clipping threshold and above 10 times the median of the 20 norms
   before it (at least 5 of them); **gradient not finite**: one that is no number. What is at most 5 steps apart is one event;
 - **accuracy drop**: from some evaluation on, all held-out accuracies stay below the best one before by more than 5 points and
-  more than two standard errors of the difference.
+  more than two standard errors of the difference;
+- **sampling drop**: the same for the share of sampled answers that are right, in blocks of 20 steps, with three standard errors. A
+  policy can fall apart behind a greedy accuracy that stays.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 FIRST_STEPS, WINDOW, SUSTAINED, AT_LEAST = 10, 5, 10, 5
 LENGTH_FACTOR, BURST_FACTOR, BURST_HISTORY = 0.5, 10.0, 20
 ACCURACY_POINTS, ACCURACY_ERRORS = 0.05, 2.0
+BLOCK, BLOCK_ERRORS = 20, 3.0
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Event:
     """Something that went wrong.
 
     Attributes:
-        rule: "length collapse", "runaway length", "gradient burst", "gradient not finite" or "accuracy drop".
+        rule: "length collapse", "runaway length", "gradient burst", "gradient not finite", "accuracy drop" or "sampling drop".
         key: the column that shows it.
         step: the first step of it.
         value: the value there.
@@ -141,19 +144,48 @@ def many(positions: Sequence[int]) -> str:
 
 def accuracy_drop(steps: Sequence[int], accuracies: Sequence[float], errors: Sequence[float]) -> Event | None:
     """Held-out accuracy that was there and is gone; `errors` are the standard errors of the accuracies."""
+    found = lasting_fall(accuracies, errors, ACCURACY_ERRORS)
+    if found is None:
+        return None
+    best, first = found
+    text = (
+        f"accuracy {accuracies[best]:.1%} at step {steps[best]}, {accuracies[first]:.1%} at step {steps[first]}, "
+        f"{accuracies[-1]:.1%} in the end"
+    )
+    return Event("accuracy drop", "accuracy", steps[first], accuracies[first], text)
+
+
+def sampling_drop(steps: Sequence[int], rates: Sequence[float]) -> Event | None:
+    """Sampled answers that were right and no longer are.
+
+    In blocks that end with the last step; the standard error of a block is that of the mean of its steps, so that it holds whether
+    the responses of a step answer one problem or several.
+    """
+    starts = range(len(rates) % BLOCK, len(rates), BLOCK)
+    blocks = [rates[start : start + BLOCK] for start in starts]
+    means, errors = [fmean(block) for block in blocks], [stdev(block) / math.sqrt(BLOCK) for block in blocks]
+    found = lasting_fall(means, errors, BLOCK_ERRORS)
+    if found is None:
+        return None
+    best, first = found
+    step, until = steps[starts[first]], steps[starts[best] + BLOCK - 1]
+    text = (
+        f"sampled answers right: {means[best]:.1%} in the {BLOCK} steps to {until}, {means[first]:.1%} in those from {step} on, "
+        f"{means[-1]:.1%} in the last {BLOCK}"
+    )
+    return Event("sampling drop", "correct_rate", step, means[first], text)
+
+
+def lasting_fall(values: Sequence[float], errors: Sequence[float], times: float) -> tuple[int, int] | None:
+    """Positions of the best value and of the first after it from which on all are clearly lower than it; None if there is none."""
 
     def below(later: int, best: int) -> bool:
-        margin = max(ACCURACY_POINTS, ACCURACY_ERRORS * math.hypot(errors[later], errors[best]))
-        return accuracies[later] < accuracies[best] - margin
+        return values[later] < values[best] - max(ACCURACY_POINTS, times * math.hypot(errors[later], errors[best]))
 
-    for first in range(1, len(steps)):
-        best = max(range(first), key=lambda position: accuracies[position])
-        if all(below(later, best) for later in range(first, len(steps))):
-            text = (
-                f"accuracy {accuracies[best]:.1%} at step {steps[best]}, {accuracies[first]:.1%} at step {steps[first]}, "
-                f"{accuracies[-1]:.1%} in the end"
-            )
-            return Event("accuracy drop", "accuracy", steps[first], accuracies[first], text)
+    for first in range(1, len(values)):
+        best = max(range(first), key=lambda position: values[position])
+        if all(below(later, best) for later in range(first, len(values))):
+            return best, first
     return None
 
 
@@ -170,6 +202,7 @@ def collapses(
     measured = [row for row in evaluations if row.get("n") and math.isfinite(row["accuracy"])]
     drop = accuracy_drop(*([row[key] for row in measured] for key in ("step", "accuracy", "stderr")))
     single = [length_collapse(*column("response_length")), runaway_length(*column("truncated_rate")), drop]
+    single.append(sampling_drop(*column("correct_rate")))
     events = [event for event in single if event is not None]
     events += gradient_bursts(*column("grad_norm"), threshold) + gradients_not_finite(*column("grad_norm"))
     return sorted(events, key=lambda event: event.step)

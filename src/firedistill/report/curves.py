@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from firedistill.report.runs import running_mean
 from firedistill.run_log import read_jsonl
 
 # Panel title, key, logarithmic axis.
@@ -46,7 +47,7 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
             if points:
                 drawn = axis.plot(*zip(*points, strict=True), alpha=0.3, linewidth=1)
                 xs, ys = zip(*points, strict=True)
-                axis.plot(xs, smooth(ys), color=drawn[0].get_color(), linewidth=1.6)
+                axis.plot(xs, running_mean(ys, 5), color=drawn[0].get_color(), linewidth=1.6)
     for axis, (title, _, logarithmic) in zip(axes, PANELS, strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("optimizer step", fontsize=8)
@@ -59,10 +60,3 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=140)
     return path
-
-
-def smooth(values: Sequence[float], width: int = 5) -> list[float]:
-    """Centred running mean; shorter windows at the ends."""
-    half = width // 2
-    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(window) / len(window) for window in windows]

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firedistill.report.runs import CHARTS, Chart, Curve, Group, Setting, Study, rate_curve, step_curve
+from firedistill.report.runs import CHARTS, Chart, Curve, Group, Setting, Study, rate_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("svg", "png")
+# The charts that are drawn at every learning rate too.
+SWEPT = ("gradient-norm", "sampled-answers")
 # Light to dark, for the learning rates of one method.
 RATE_COLOURS = ["#f2b134", "#ef6f2e", "#c22f4f", "#6b1f63", "#2c1a4a", "#11808a"]
 
@@ -24,7 +26,8 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     figures = [(chart.name, method_figure(study, chart)) for chart in CHARTS]
-    figures += [("learning-rates", rate_figure(study)), ("learning-rates-gradient-norm", rate_norm_figure(study))]
+    figures.append(("learning-rates", rate_figure(study)))
+    figures += [(f"learning-rates-{chart.name}", rate_step_figure(study, chart)) for chart in CHARTS if chart.name in SWEPT]
     written = []
     for name, figure in figures:
         if figure is None:
@@ -53,7 +56,7 @@ def method_figure(study: Study, chart: Chart) -> Figure | None:
             if curve.x:
                 draw_curve(axes, curve, group.label, group.colour, group.broken, chart)
 
-    title = f"{chart.title} (mean over seeds; band: {chart.spread})"
+    title = f"{chart.title} ({chart.averaged})"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
@@ -81,24 +84,24 @@ def rate_figure(study: Study) -> Figure | None:
     return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title) if panels else None
 
 
-def rate_norm_figure(study: Study) -> Figure | None:
-    """Gradient norms at every learning rate, a panel per setting and method."""
+def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
+    """One kind of curve over the steps at every learning rate: a panel per setting and method."""
     panels: list[tuple[Any, Any]] = []
     for setting in study.settings:
         for group in setting.compared:
             if len(sweep := setting.sweep(group)) > 1:
-                panels.append((f"{setting.title}, {group.label}", [(g, step_curve(g.runs, "grad_norm")) for g in sweep]))
+                panels.append((f"{setting.title}, {group.label}", [(g, chart.curve(g.runs)) for g in sweep]))
 
     def draw(axes: Axes, curves: Sequence[tuple[Group, Curve]]) -> None:
         for number, (group, curve) in enumerate(curves):
             colour = RATE_COLOURS[number % len(RATE_COLOURS)]
             if curve.x:
-                draw_curve(axes, curve, f"{group.factor:g}× rate", colour, False, CHARTS[0])
+                draw_curve(axes, curve, f"{group.factor:g}× rate", colour, False, chart)
 
-    title = "Gradient norm before clipping at different learning rates (mean over seeds; band: lowest to highest run)"
-    if not panels:
+    title = f"{chart.title} at different learning rates ({chart.averaged})"
+    if not any(curve.x for _, curves in panels for _, curve in curves):
         return None
-    return panel_figure(panels, draw, "optimizer step", "gradient norm", title, logarithmic=True, same_scale=True)
+    return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
 def panel_figure(

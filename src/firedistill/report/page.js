@@ -121,11 +121,25 @@ function nearest(xs, x) {
   return best;
 }
 
+const SMOOTH = 11;
+
+function smoothed(curve) {
+  const half = (SMOOTH - 1) / 2;
+  const mean = (list) => list.map((_, i) => {
+    const near = list.slice(Math.max(0, i - half), i + half + 1).filter((value) => value !== null);
+    return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
+  });
+  const sides = Object.entries(curve).filter(([name]) => name !== "x").map(([name, list]) => [name, mean(list)]);
+  return { x: curve.x, ...Object.fromEntries(sides) };
+}
+
 function drawChart(chart, figure) {
-  const lines = linesOf(chart);
+  const smooth = chart.steps && chart.window === 1 && byId("smooth").checked;
+  const meanOver = smooth ? SMOOTH : chart.window || 1;
+  const lines = linesOf(chart).map((line) => (smooth ? { ...line, curve: smoothed(line.curve) } : line));
   figure.replaceChildren();
   const caption = element("figcaption", {}, `${chart.title} `);
-  caption.append(element("span", {}, byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`));
+  caption.append(element("span", {}, (byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`) + (meanOver > 1 ? `; running means of ${meanOver} steps` : "")));
   figure.append(caption);
   if (!lines.length) {
     figure.append(element("p", { class: "fine" }, "Nothing to show for the methods that are chosen."));
@@ -252,7 +266,7 @@ function startCurves() {
     figures.set(chart, figure);
   }
   byId("setting").onchange = () => { drawToggles(); drawCharts(); };
-  for (const id of ["single", "bands", "marks"]) byId(id).onchange = drawCharts;
+  for (const id of ["single", "bands", "smooth", "marks"]) byId(id).onchange = drawCharts;
   drawToggles();
   drawCharts();
   let width = window.innerWidth;
@@ -306,8 +320,8 @@ function drawTokens() {
   byId("mode-text").textContent = mode[1];
   const place = byId("response");
   const buttons = example.tokens.map((token, t) => {
-    // Line breaks break the line; other tokens without ink are shown as what they are.
-    const button = element("button", { type: "button", tabindex: t ? "-1" : "0", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
+    // A line break is shown and breaks the line, which it could not do inside a <button>; a token without text is shown as ∅.
+    const button = element("span", { role: "button", tabindex: t ? "-1" : "0", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
     const found = mode[2](example, t);
     if (found) button.style.background = `color-mix(in srgb, ${found[0]} ${Math.round(60 * Math.min(1, Math.max(0, found[1])))}%, transparent)`;
     const choose = () => {

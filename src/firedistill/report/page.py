@@ -26,6 +26,7 @@ CHART_OF_COLUMN = {
     "grad_norm": "gradient-norm",
     "response_length": "response-length",
     "truncated_rate": "response-length",
+    "correct_rate": "sampled-answers",
     "accuracy": "accuracy",
 }
 NUMBERS_OF_TOKEN = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"]
@@ -105,6 +106,8 @@ def charts(study: Study) -> list[dict[str, Any]]:
             "y": chart.y_title,
             "log": chart.logarithmic,
             "spread": chart.spread,
+            "window": chart.window,
+            "steps": chart.source == "metrics",
         }
         for chart in CHARTS
     ]

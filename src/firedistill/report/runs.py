@@ -373,13 +373,25 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan
 
 
-def step_curve(runs: Sequence[Run], key: str) -> Curve:
+def running_mean(values: Sequence[float], width: int) -> list[float]:
+    """Mean of each value and its neighbours, `width` (odd) values in all; shorter windows at the ends."""
+    half = width // 2
+    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
     """A column of `metrics.jsonl` over the steps that all runs have made: mean, lowest and highest run.
+
+    With a window, each run is replaced by its running mean first.
 
     The range of the runs rather than a standard deviation: below a mean on a logarithmic axis, a deviation cannot be drawn. Steps at
     which no run has a finite value are left out.
     """
-    values = [{int(r["step"]): r[key] for r in run.metrics if math.isfinite(r.get(key, math.nan))} for run in runs]
+    rows = [[r for r in run.metrics if math.isfinite(r.get(key, math.nan))] for run in runs]
+    values = [
+        dict(zip([int(r["step"]) for r in of_run], running_mean([r[key] for r in of_run], window), strict=True))
+        for of_run in rows
+    ]
     curve = Curve([], [], [], [])
     for step in range(1, min(run.step for run in runs) + 1):
         here = [of_run[step] for of_run in values if step in of_run]
@@ -459,6 +471,8 @@ class Chart:
         source: "metrics" or "evals".
         x, y: columns of the source.
         unit: of x, what one of its units is in the column.
+        percent: y is a share, drawn in percent.
+        window: optimizer steps in the running mean that is drawn, for what is noise from one step to the next.
     """
 
     name: str
@@ -470,25 +484,38 @@ class Chart:
     y: str
     logarithmic: bool = False
     unit: float = 1.0
+    percent: bool = False
+    window: int = 1
 
     def curve(self, runs: Sequence[Run]) -> Curve:
         """Mean and spread of several runs, in the units of the chart."""
         if self.source == "metrics":
-            return step_curve(runs, self.y)
-        curve = evaluation_curve(runs) if self.x == "step" else interpolated_curve(runs, self.x)
+            curve = step_curve(runs, self.y, self.window)
+        else:
+            curve = evaluation_curve(runs) if self.x == "step" else interpolated_curve(runs, self.x)
         x = [value / self.unit for value in curve.x]
-        return Curve(x, *([100 * value for value in side] for side in (curve.mean, curve.low, curve.high)))
+        return Curve(x, *([self.factor * value for value in side] for side in (curve.mean, curve.low, curve.high)))
 
     def points(self, run: Run) -> tuple[list[float], list[float]]:
         """What one run measured, in the units of the chart."""
         rows = run.metrics if self.source == "metrics" else run.evaluations
         rows = [row for row in rows if math.isfinite(row.get(self.x, math.nan)) and math.isfinite(row.get(self.y, math.nan))]
-        factor = 1 if self.source == "metrics" else 100
-        return [row[self.x] / self.unit for row in rows], [factor * row[self.y] for row in rows]
+        values = running_mean([row[self.y] for row in rows], self.window)
+        return [row[self.x] / self.unit for row in rows], [self.factor * value for value in values]
+
+    @property
+    def factor(self) -> float:
+        return 100.0 if self.percent else 1.0
 
     @property
     def spread(self) -> str:
         return "lowest to highest run" if self.source == "metrics" else "± sample standard deviation"
+
+    @property
+    def averaged(self) -> str:
+        """What mean and band are, in words."""
+        smoothing = f"; running means of {self.window} steps" if self.window > 1 else ""
+        return f"mean over seeds; band: {self.spread}{smoothing}"
 
 
 CHARTS = [
@@ -504,7 +531,29 @@ CHARTS = [
     ),
     Chart("generated-tokens", "Generated tokens per step", "optimizer step", "tokens", "metrics", "step", "generated_tokens"),
     Chart("response-length", "Response length", "optimizer step", "tokens per response", "metrics", "step", "response_length"),
-    Chart("accuracy", "Held-out accuracy", "optimizer step", "accuracy (%)", "evals", "step", "accuracy"),
+    Chart(
+        "sampled-answers",
+        "Sampled answers right",
+        "optimizer step",
+        "right (%)",
+        "metrics",
+        "step",
+        "correct_rate",
+        percent=True,
+        window=11,
+    ),
+    Chart(
+        "entropy",
+        "Entropy of the student's tokens",
+        "optimizer step",
+        "entropy (nats)",
+        "metrics",
+        "step",
+        "entropy",
+        logarithmic=True,
+        window=11,
+    ),
+    Chart("accuracy", "Held-out accuracy", "optimizer step", "accuracy (%)", "evals", "step", "accuracy", percent=True),
     Chart(
         "tokens-accuracy",
         "Generated tokens and accuracy",
@@ -514,6 +563,7 @@ CHARTS = [
         "cumulative_generated_tokens",
         "accuracy",
         unit=1e3,
+        percent=True,
     ),
     Chart(
         "time-accuracy",
@@ -524,5 +574,6 @@ CHARTS = [
         "cumulative_train_seconds",
         "accuracy",
         unit=60.0,
+        percent=True,
     ),
 ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from firedistill.report.runs import METHODS, Group, Setting, Study, mean_and_deviation, short_model, task_title
+from firedistill.report.runs import METHODS, Group, Run, Setting, Study, mean_and_deviation, short_model, task_title
 
 
 @dataclass
@@ -191,7 +191,10 @@ OVERVIEW_COLUMNS = [
 
 
 def overview(study: Study) -> list[dict[str, Any]]:
-    """A row per group: how accurate, how stable, how expensive; keys are `OVERVIEW_COLUMNS`."""
+    """A row per group: how accurate, how stable, how expensive; keys are `OVERVIEW_COLUMNS`.
+
+    Over the finished runs of a group, or over all while none is; what went wrong is told of all.
+    """
     rows = []
     for setting in study.settings:
         for group in setting.groups:
@@ -200,9 +203,10 @@ def overview(study: Study) -> list[dict[str, Any]]:
 
 
 def overview_row(setting: Setting, group: Group) -> list[str]:
-    norms = [[r["grad_norm"] for r in run.metrics if math.isfinite(r.get("grad_norm", math.nan))] for run in group.runs]
+    runs = group.finished or group.runs
+    norms = [[r["grad_norm"] for r in run.metrics if math.isfinite(r.get("grad_norm", math.nan))] for run in runs]
     everything = [norm for of_run in norms for norm in of_run]
-    before = [100 * run.evaluations[0]["accuracy"] for run in group.runs if run.evaluations and not run.evaluations[0]["step"]]
+    before = [100 * run.evaluations[0]["accuracy"] for run in runs if run.evaluations and not run.evaluations[0]["step"]]
     after = accuracy_cell([group])
     wrong = [run for run in group.runs if run.events]
     kinds = list(dict.fromkeys(event.rule for run in wrong for event in run.events))
@@ -214,19 +218,19 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
         spread(after.values, ".2f"),
         f"{median(everything):.3g}" if everything else "–",
         f"{max(everything):.3g}" if everything else "–",
-        first_to_last(group, "correct_rate", ".0f", 100),
-        first_to_last(group, "entropy", ".2f"),
-        first_to_last(group, "response_length", ".1f"),
-        spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in group.runs], ",.0f"),
-        spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in group.runs], ".1f"),
+        first_to_last(runs, "correct_rate", ".0f", 100),
+        first_to_last(runs, "entropy", ".2f"),
+        first_to_last(runs, "response_length", ".1f"),
+        spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in runs], ",.0f"),
+        spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in runs], ".1f"),
         f"{len(wrong)} of {len(group.runs)}: {', '.join(kinds)}" if wrong else "–",
     ]
 
 
-def first_to_last(group: Group, column: str, form: str, factor: float = 1) -> str:
+def first_to_last(runs: Sequence[Run], column: str, form: str, factor: float = 1) -> str:
     """The mean over the runs in the first and in the last tenth of their steps."""
-    runs = [[r[column] for r in run.metrics if math.isfinite(r.get(column, math.nan))] for run in group.runs]
-    tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in runs if v]
+    values = [[r[column] for r in run.metrics if math.isfinite(r.get(column, math.nan))] for run in runs]
+    tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in values if v]
     return " → ".join(format(factor * fmean(side), form) for side in zip(*tenths, strict=True)) if tenths else "–"
 
 
