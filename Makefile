@@ -31,8 +31,8 @@ test-versions:
 	PYTHON=$(PYTHON) tests/versions.sh lowest
 
 lint: $(STAMP)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
 $(STAMP): pyproject.toml constraints.txt

@@ -15,6 +15,7 @@ from firedistill.checkpoints import written_at_once
 from firedistill.prompts import TokenBudget
 from firedistill.rollouts.engine import Sampling
 
+# The seven projections of a llama-like block: the linear layers that the paper adapts.
 LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -48,10 +48,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-logger = logging.getLogger(__name__)
+from firedistill.config import LORA_TARGET_MODULES
 
-# The seven projections of a llama-like block: the linear layers that the paper adapts.
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+logger = logging.getLogger(__name__)
 
 # The tiny model that comes with the package; docs/lab.md says what it can do.
 LAB_FOLDER = Path(__file__).resolve().parents[1] / "lab"
@@ -324,7 +323,7 @@ def add_lora(
     r: int = 16,
     alpha: int = 32,
     dropout: float = 0.0,
-    target_modules: Sequence[str] = PROJECTIONS,
+    target_modules: Sequence[str] = LORA_TARGET_MODULES,
 ) -> PeftModel:
     """Put fresh LoRA factors on the linear layers of `model`: fp32 over whatever dtype the base has, no biases.
 
