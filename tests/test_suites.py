@@ -124,6 +124,15 @@ def test_the_laboratory_names_every_method_and_the_sweep(monkeypatch):
     assert len(plan.runs) == 12 * 3 + 2 * 3 * 3, "the sweep's factor 1 is the run that is there already"
 
 
+def test_the_two_suites_of_the_laboratory_share_no_run():
+    lab, rates = make_plan("lab").runs, make_plan("lab-rates").runs
+    assert len(rates) == (10 * 2 + 2 + 4 * 2) * 3 and not {run.id for run in lab} & {run.id for run in rates}
+    factors = {}
+    for run in [*lab, *rates]:
+        factors.setdefault(run.method, set()).add(round(run.learning_rate / 3e-4, 6))
+    assert len(factors) == 12 and all({0.25, 1, 4} <= found for found in factors.values())
+
+
 def test_a_sweep_keeps_the_nominal_rate(toy):
     runs = {run.id: run for run in make_plan(str(toy), seeds=[3]).runs}
     assert list(runs) == ["toy-fire-seed3", "toy-full_context-seed3", "toy-fire-lr0.5x-seed3", "toy-fire-lr2x-seed3"]
@@ -172,7 +181,7 @@ def test_suite_files_that_cannot_be_meant(text, complaint, toy):
 
 
 def test_every_built_in_suite_can_be_read():
-    assert built_in_suites() == ["ablation", "lab", "lr-sweep", "table-14b", "table1"]
+    assert built_in_suites() == ["ablation", "lab", "lab-rates", "lr-sweep", "table-14b", "table1"]
     assert all(read_suite(name)[1]["title"] for name in built_in_suites())
 
 
