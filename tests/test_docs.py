@@ -279,11 +279,10 @@ def desk(modules, finished_run, monkeypatch):
     Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
-    options, rest = parse(["lab", "--seeds", "0", "--only", "fire"])
-    suite, plan, _ = planned(options, rest)
-    suite.widen(plan)
-    (run,) = [run for run in plan.runs if run.command == "train" and "learning_rate" not in run.id][:1]
-    shutil.copytree(finished_run, place / "runs" / "lab" / "runs" / run.id)
+    for name in ("lab", "lab-rates"):
+        suite, plan, _ = planned(*parse([name, "--seeds", "0", "--only", "fire"]))
+        suite.widen(plan)
+        shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
     return place
 
 

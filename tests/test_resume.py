@@ -243,6 +243,37 @@ def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy
         last_checkpoint(copy / "nowhere")
 
 
+def attributions(run):
+    return {path.name: json.loads(path.read_text())["examples"] for path in (run / "attribution").glob("*.json")}
+
+
+def test_saved_attributions_leave_the_run_as_it_is(whole, copy, model, tmp_path):
+    """The task draws from the global random generators, for these answers too."""
+    train(model, tmp_path / "new", "fire", 4, attribution_examples=2)
+    assert same_runs(whole, tmp_path / "new") == []
+    saved = attributions(tmp_path / "new")
+    assert list(sorted(saved)) == ["step_000000.json", "step_000004.json"]
+    for examples in saved.values():
+        assert len(examples) == 2 and not any(example["correct"] for example in examples)
+        assert all(len(row) == len(example["tokens"]) for example in examples for row in example["alpha"] + [example["rho"]])
+    shutil.rmtree(copy / "checkpoint-4")
+    train(model, copy, "fire", 4, attribution_examples=2)
+    assert same_runs(whole, copy) == [] and list(attributions(copy)) == ["step_000004.json"], "it began without them"
+    assert attributions(copy)["step_000004.json"] == saved["step_000004.json"]
+
+
+def test_attributions_that_cannot_be_made_end_nothing(model, tmp_path, caplog):
+    class Silent(RandomTask):
+        def feedback(self, example, response, verdict):
+            raise RuntimeError("nothing to say")
+
+    args = killable_config(model, tmp_path / "run", "fire", 1, attribution_examples=2, eval_size=0)
+    t = SelfDistillTrainer(args=args, task=Silent())
+    t.train()
+    assert t.state.global_step == 1 and not (tmp_path / "run" / "attribution").exists()
+    assert "nothing to say" in caplog.text and "left out of the attribution" in caplog.text
+
+
 def test_another_number_of_threads_is_said_once(copy, model, caplog):
     shutil.rmtree(copy / "checkpoint-4")
     before = torch.get_num_threads()

@@ -160,6 +160,9 @@ class SelfDistillConfig(TrainingArguments):
         "none", "Trackers: trackio, wandb, tensorboard, ...; a run has the name of its folder there."
     )
     log_rollouts: bool = run_setting(True, "Write every step's rollouts to rollouts/*.parquet.")
+    attribution_examples: int = run_setting(
+        0, "Sampled wrong answers, before the first step and after the last, whose attribution is saved for the report."
+    )
 
     # --- Settings of TrainingArguments that a self-distillation run needs otherwise
     eval_strategy: str = field(default="steps", metadata={"help": "Do not change; use eval_size and eval_steps."})
@@ -218,6 +221,7 @@ class SelfDistillConfig(TrainingArguments):
             (self.model_dtype in {"bfloat16", "float16", "float32"}, "model_dtype", "expected bfloat16, float16 or float32"),
             (self.quantization in {None, "nf4"}, "quantization", "expected 'nf4', or leave it out"),
             (self.eval_size >= 0, "eval_size", "0 turns evaluation off"),
+            (self.attribution_examples >= 0, "attribution_examples", "0 saves none"),
             (self.task_timeout is None or self.task_timeout > 0, "task_timeout", "expected seconds above 0, or none"),
             (
                 not self.save_only_model,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from rich.console import Console
@@ -16,13 +17,18 @@ from rich.text import Text
 
 from firedistill.display import visible
 from firedistill.evaluation import answer_examples
+from firedistill.faults import TaskFault
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.objectives.objective import chunks
 from firedistill.prompts import View, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Rollout
 from firedistill.scoring.scorer import score_responses
 from firedistill.tasks import Example
-from firedistill.trainer import SelfDistillTrainer
+
+if TYPE_CHECKING:
+    from firedistill.trainer import SelfDistillTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,24 +41,42 @@ class Inspection:
     beta: torch.Tensor
 
 
-@torch.no_grad()
+def sample_answers(trainer: SelfDistillTrainer, examples: Sequence[Example], seed: int) -> list[Rollout]:
+    """One judged response per example, as in training; none for prompts over the budget and for empty responses."""
+    args = trainer.args
+    rollouts, _ = answer_examples(
+        trainer.rollout_engine, trainer.judge, trainer.encoder, examples, args.sampling, args.budget, seed=seed
+    )
+    return [rollout for rollout in rollouts if rollout.response_ids]
+
+
 def inspect_example(trainer: SelfDistillTrainer, example: Example, seed: int = 0) -> Inspection:
-    """Sample one response and score it with the student and every teacher view.
+    """Sample one response and inspect it.
+
+    Raises:
+        ValueError: the prompt is over the budget, the response is empty, or the task cannot give feedback.
+    """
+    rollouts = sample_answers(trainer, [example], seed)
+    if not rollouts:
+        raise ValueError(f"{example.uid}: the prompt is over the budget, or the response is empty")
+    return inspect_rollout(trainer, rollouts[0])
+
+
+@torch.no_grad()
+def inspect_rollout(trainer: SelfDistillTrainer, rollout: Rollout) -> Inspection:
+    """Score a response with the student and every teacher view.
 
     Both branches of FIRE are computed, whatever the verdict and the run's method are, at the peak learning rate's step scale.
 
     Raises:
-        ValueError: the prompt is over the budget, or the response is empty.
+        ValueError: the task cannot give feedback.
     """
-    args, encoder = trainer.args, trainer.encoder
-    rollouts, _ = answer_examples(
-        trainer.rollout_engine, trainer.task, encoder, [example], args.sampling, args.budget, seed=seed
-    )
-    if not rollouts or not rollouts[0].response_ids:
-        raise ValueError(f"{example.uid}: the prompt is over the budget, or the response is empty")
-    rollout = rollouts[0]
-    feedback = trainer.task.feedback(example, rollout.response.text, rollout.verdict)
-    rollout.feedback, _ = fit_feedback(feedback, encoder, args.max_feedback_tokens)
+    args = trainer.args
+    try:
+        feedback = trainer.judge.feedback(rollout.example, rollout.response.text, rollout.verdict)
+    except TaskFault as fault:
+        raise ValueError(str(fault)) from fault
+    rollout.feedback, _ = fit_feedback(feedback, trainer.encoder, args.max_feedback_tokens)
 
     trainer.model.eval()
     student = score_responses(trainer.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
@@ -109,6 +133,25 @@ def attribution_record(inspection: Inspection, trainer: SelfDistillTrainer) -> d
         "eta": numbers(target.eta),
         "beta": numbers(inspection.beta),
     }
+
+
+def save_wrong_answers(trainer: SelfDistillTrainer, step: int) -> Path | None:
+    """Sample answers to held-out problems and save the attribution of the first wrong ones, `attribution_examples` of them.
+
+    Eight times as many problems are tried; None if no answer to them was wrong.
+    """
+    args = trainer.args
+    records: list[dict[str, Any]] = []
+    examples = trainer.task.examples("eval", 8 * args.attribution_examples, args.eval_subset_seed, args.data_dir)
+    for rollout in sample_answers(trainer, examples, args.seed):
+        if len(records) == args.attribution_examples:
+            break
+        if not rollout.verdict.correct:
+            try:
+                records.append(attribution_record(inspect_rollout(trainer, rollout), trainer))
+            except ValueError as error:
+                logger.warning("%s: left out of the attribution", error)
+    return save_attribution(records, Path(args.run_dir), step) if records else None
 
 
 def save_attribution(records: Sequence[dict[str, Any]], folder: Path, step: int) -> Path:

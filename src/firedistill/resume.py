@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # fmt: off
 HARMLESS = frozenset({
     "output_dir", "model", "data_dir", "initial_adapter", "eval_batch_size", "eval_steps", "save_steps",
-    "save_total_limit", "save_strategy", "log_rollouts", "report_to", "run_name", "project", "trackio_space_id",
+    "save_total_limit", "save_strategy", "log_rollouts", "attribution_examples", "report_to", "run_name", "project", "trackio_space_id",
     "trackio_bucket_id", "trackio_static_space_id", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
     "logging_strategy", "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "push_to_hub",
     "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",

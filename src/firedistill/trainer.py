@@ -30,9 +30,10 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill import faults
-from firedistill.checkpoints import load_state, save_state, written_whole
+from firedistill.checkpoints import load_state, random_state, restore_random_state, save_state, written_whole
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
+from firedistill.inspection import save_wrong_answers
 from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
 from firedistill.models.teacher import EMATeacher
 from firedistill.objectives import Averages, Objective, StepBatch, TrainingBatch, load_objective
@@ -578,6 +579,8 @@ class SelfDistillTrainer(ResumableTrainer):
             self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
+            if step == 0:
+                self.save_attributions(step)
 
     def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, and the model card."""
@@ -588,6 +591,15 @@ class SelfDistillTrainer(ResumableTrainer):
             self.save_model(str(unfinished))
         if self.run_log is not None:
             (folder / "README.md").write_text(model_card(self.args, folder), encoding="utf-8")
+            self.save_attributions(self.state.global_step)
+
+    def save_attributions(self, step: int) -> None:
+        """For the report: what the feedback does to the tokens of some wrong answers. The run is the same with and without."""
+        if self.args.attribution_examples:
+            self.on_progress("attribution", 0, self.args.attribution_examples)
+            state = random_state()  # a task may draw from it
+            save_wrong_answers(self, step)
+            restore_random_state(state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""

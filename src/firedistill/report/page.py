@@ -188,6 +188,8 @@ def attributions_of(run: Run, notes: list[str]) -> list[dict[str, Any]]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             examples = [checked_example(example) for example in content["examples"]]
+            if not examples:
+                continue
             found.append({"run": run.name, "method": run.method, "step": int(content["step"]), "examples": examples})
         except (OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"{path} is left out, it is no attribution file: {type(error).__name__} {error}")

@@ -51,6 +51,7 @@ INDIFFERENT = {
     "report_to",
     "logging_steps",
     "log_rollouts",
+    "attribution_examples",
     "save_steps",
     "save_total_limit",
     "do_eval",
