@@ -56,7 +56,7 @@ def method_figure(study: Study, chart: Chart) -> Figure | None:
             if curve.x:
                 draw_curve(axes, curve, group.label, group.colour, group.broken, chart)
 
-    title = f"{chart.title} ({chart.averaged})"
+    title = f"{chart.title}\n{chart.averaged}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
@@ -80,7 +80,7 @@ def rate_figure(study: Study) -> Figure | None:
             style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
             axes.errorbar(curve.x, values, yerr=error, label=literal(group.label), **style)
 
-    title = "Learning rates (mean over seeds; bars: ± sample standard deviation)"
+    title = "Learning rates\nmean over seeds; bars: ± sample standard deviation"
     return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title) if panels else None
 
 
@@ -98,7 +98,7 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
             if curve.x:
                 draw_curve(axes, curve, f"{group.factor:g}× rate", colour, False, chart)
 
-    title = f"{chart.title} at different learning rates ({chart.averaged})"
+    title = f"{chart.title} at different learning rates\n{chart.averaged}"
     if not any(curve.x for _, curves in panels for _, curve in curves):
         return None
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
@@ -120,7 +120,7 @@ def panel_figure(
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     with matplotlib.rc_context({"font.size": 9}):
-        figure = Figure(figsize=(max(4.6 * columns, 6.4), 3.3 * rows + 0.9), layout="constrained")
+        figure = Figure(figsize=(max(4.6 * columns, 7.2), 3.3 * rows + 0.7), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharey=same_scale).ravel()
         handles: dict[str, Any] = {}
         for axes, (setting, content) in zip(grid, panels, strict=False):
@@ -136,16 +136,13 @@ def panel_figure(
             handles |= dict(zip(labels, drawn, strict=True))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=10)
         names = list(handles)
-        longest = max(map(len, names), default=0)
-        figure.legend(
-            handles.values(),
-            names,
-            loc="outside lower center",
-            ncols=max(1, min(len(names), int(figure.get_figwidth() * 10 / (longest + 8)))),
-            frameon=False,
-        )
+        # At this size a character takes about 0.07 inches, a legend's line with its gaps 0.6, and a row 0.18.
+        fitting = int(figure.get_figwidth() / (0.07 * max(map(len, names), default=0) + 0.6))
+        ncols = max(1, min(len(names), fitting))
+        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(names) / ncols))
+        figure.legend(handles.values(), names, loc="outside lower center", ncols=ncols, frameon=False)
         return figure
 
 

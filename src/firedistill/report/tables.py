@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -208,8 +209,7 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
     everything = [norm for of_run in norms for norm in of_run]
     before = [100 * run.evaluations[0]["accuracy"] for run in runs if run.evaluations and not run.evaluations[0]["step"]]
     after = accuracy_cell([group])
-    wrong = [run for run in group.runs if run.events]
-    kinds = list(dict.fromkeys(event.rule for run in wrong for event in run.events))
+    wrong = Counter(rule for run in group.runs for rule in dict.fromkeys(event.rule for event in run.events))
     return [
         setting.title,
         group.label,
@@ -223,7 +223,7 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
         first_to_last(runs, "response_length", ".1f"),
         spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in runs], ",.0f"),
         spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in runs], ".1f"),
-        f"{len(wrong)} of {len(group.runs)}: {', '.join(kinds)}" if wrong else "–",
+        ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
     ]
 
 
