@@ -270,7 +270,8 @@ def read_suite_runs(folder: Path) -> tuple[list[Run], str, list[str]]:
         place = suite.run_folder(planned)
         if planned.command == "train" and (place / "config.yaml").is_file():
             runs.append(read_run(place, planned.id, planned.variant))
-    notes = [f"Suite {plan.suite}: {summary(plan, states)}."]
+    done = all(state.name == "done" for state in states.values())
+    notes = [] if done else [f"Suite {plan.suite}: {summary(plan, states)}."]
     notes += [f"{name} has failed: {state.note}." for name, state in states.items() if state.name == "failed"]
     return runs, plan.title, notes
 

@@ -180,6 +180,7 @@ OVERVIEW_COLUMNS = [
     "Runs finished",
     "Accuracy at step 0 (%)",
     "Final accuracy (%)",
+    "Went wrong",
     "Gradient norm, median",
     "Gradient norm, maximum",
     "Sampled answers right (%), first to last tenth",
@@ -187,7 +188,6 @@ OVERVIEW_COLUMNS = [
     "Response length, first to last tenth",
     "Generated tokens",
     "Training time (min)",
-    "Went wrong",
 ]
 
 
@@ -216,6 +216,7 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
         f"{len(group.finished)} of {len(group.runs)}",
         spread(before, ".2f"),
         spread(after.values, ".2f"),
+        ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
         f"{median(everything):.3g}" if everything else "–",
         f"{max(everything):.3g}" if everything else "–",
         first_to_last(runs, "correct_rate", ".0f", 100),
@@ -223,7 +224,6 @@ def overview_row(setting: Setting, group: Group) -> list[str]:
         first_to_last(runs, "response_length", ".1f"),
         spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in runs], ",.0f"),
         spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in runs], ".1f"),
-        ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
     ]
 
 
