@@ -529,6 +529,24 @@ def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
     assert "is not a run directory" in capsys.readouterr().err
 
 
+def test_a_learning_rate_has_one_colour_in_all_panels(tmp_path):
+    rates = {"fire": (0.5e-3, 1e-3, 4e-3), "srpo": (1e-3, 4e-3), "veto": (1e-3, 2e-3)}
+    folders = [
+        write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate) for method in rates for rate in rates[method]
+    ]
+    (chart,) = (chart for chart in CHARTS if chart.name == "gradient-norm")
+    figure = figures.rate_step_figure(read_study(folders), chart)
+    colours = {}
+    for axes in figure.axes:
+        for line in axes.lines:
+            colours.setdefault(line.get_label(), set()).add(line.get_color())
+    assert sorted(colours) == ["0.5× rate", "1× rate", "2× rate", "4× rate"]
+    assert all(len(found) == 1 for found in colours.values()) and len(set.union(*colours.values())) == 4
+    (legend,) = figure.legends
+    shown = {text.get_text(): line.get_color() for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)}
+    assert {name: {colour} for name, colour in shown.items()} == colours
+
+
 def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "CHARTS", figures.CHARTS[:1])
     for name in ("one", "two"):

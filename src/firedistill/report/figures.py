@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 FORMATS = ("svg", "png")
 # The charts that are drawn at every learning rate too.
 SWEPT = ("gradient-norm", "sampled-answers")
-# Light to dark, for the learning rates of one method.
-RATE_COLOURS = ["#f2b134", "#ef6f2e", "#c22f4f", "#6b1f63", "#2c1a4a", "#11808a"]
 
 
 def write_figures(study: Study, folder: Path) -> list[Path]:
@@ -78,6 +76,7 @@ def rate_figure(study: Study) -> Figure | None:
             error = [100 * (m - low) for m, low in zip(curve.mean, curve.low, strict=True)]
             values = [100 * m for m in curve.mean]
             style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
+            style["linestyle"] = "--" if group.broken else "-"
             axes.errorbar(curve.x, values, yerr=error, label=literal(group.label), **style)
 
     title = "Learning rates\nmean over seeds; bars: ± sample standard deviation"
@@ -92,16 +91,27 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
             if len(sweep := setting.sweep(group)) > 1:
                 panels.append((f"{setting.title}, {group.label}", [(g, chart.curve(g.runs)) for g in sweep]))
 
+    colours = rate_colours([group.factor for _, curves in panels for group, _ in curves])
+
     def draw(axes: Axes, curves: Sequence[tuple[Group, Curve]]) -> None:
-        for number, (group, curve) in enumerate(curves):
-            colour = RATE_COLOURS[number % len(RATE_COLOURS)]
+        for group, curve in curves:
             if curve.x:
-                draw_curve(axes, curve, f"{group.factor:g}× rate", colour, False, chart)
+                draw_curve(axes, curve, f"{group.factor:g}× rate", colours[f"{group.factor:g}"], False, chart)
 
     title = f"{chart.title} at different learning rates\n{chart.averaged}"
     if not any(curve.x for _, curves in panels for _, curve in curves):
         return None
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
+
+
+def rate_colours(factors: Sequence[float]) -> dict[str, str]:
+    """A colour per learning rate, from light to dark, the same in every panel."""
+    import matplotlib
+    from matplotlib.colors import to_hex
+
+    names = list(dict.fromkeys(f"{factor:g}" for factor in sorted(factors)))
+    shades = matplotlib.colormaps["inferno_r"]
+    return {name: to_hex(shades(0.2 + 0.7 * i / max(len(names) - 1, 1))) for i, name in enumerate(names)}
 
 
 def panel_figure(
