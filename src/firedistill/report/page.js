@@ -44,9 +44,10 @@ function drawToggles() {
   const everything = element("button", { type: "button" }, "all");
   const nothing = element("button", { type: "button" }, "none");
   const groups = currentSetting().groups;
-  everything.onclick = () => { groups.forEach((group) => hidden.delete(group.label)); drawToggles(); drawCharts(); };
+  const compared = groups.filter((group) => group.compared);
+  everything.onclick = () => { compared.forEach((group) => hidden.delete(group.label)); drawToggles(); drawCharts(); };
   nothing.onclick = () => { groups.forEach((group) => hidden.add(group.label)); drawToggles(); drawCharts(); };
-  const buttons = groups.map((group) => {
+  const toggle = (group) => {
     const button = element("button", { type: "button", "aria-pressed": String(!hidden.has(group.label)) });
     const swatch = shape("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, button);
     const line = { x1: 0, y1: 5, x2: 26, y2: 5, stroke: group.colour, "stroke-width": 4 };
@@ -58,8 +59,11 @@ function drawToggles() {
       drawCharts();
     };
     return button;
-  });
-  place.replaceChildren(...buttons, everything, nothing);
+  };
+  const others = groups.filter((group) => !group.compared);
+  place.replaceChildren(...compared.map(toggle), everything, nothing);
+  byId("rates").replaceChildren(...others.map(toggle));
+  byId("more").hidden = !others.length;
 }
 
 // What a chart shows: a line per visible group, or per run of it.
