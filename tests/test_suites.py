@@ -185,6 +185,20 @@ def test_every_built_in_suite_can_be_read():
     assert all(read_suite(name)[1]["title"] for name in built_in_suites())
 
 
+def test_a_suite_and_a_run_keep_out_of_each_others_folders(toy, tmp_path, capsys):
+    suite = SuiteFolder(tmp_path / "suite")
+    suite.widen(make_plan(str(toy)))
+    for more in ([], ["--overwrite"]):
+        assert cli.main(["train", "lab", "--output_dir", str(suite.folder), *more]) == 2
+        assert f"{suite.folder} holds a suite" in capsys.readouterr().err and suite.plan_path.is_file()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(ValueError, match="run holds a run; name another --output_dir"):
+        SuiteFolder(tmp_path / "run").widen(make_plan(str(toy)))
+    recipe = options.read_recipe("lab")
+    assert "output_dir" not in recipe, "runs/lab is the suite's"
+
+
 def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
     suite = SuiteFolder(tmp_path / "s")
     suite.widen(make_plan(str(toy), seeds=[0], only=["fire"]))

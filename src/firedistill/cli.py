@@ -98,6 +98,8 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
     config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
     quiet_libraries()
     folder = Path(config.run_dir)
+    if (folder / "plan.json").is_file():
+        raise ValueError(f"{folder} holds a suite, of which a run would become a part; name another --output_dir")
     wanted = True if resume else False if overwrite else config.resume_from_checkpoint
     if wanted is None:
         refuse_another_run(folder, config)

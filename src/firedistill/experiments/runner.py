@@ -78,7 +78,13 @@ class SuiteFolder:
         return read_plan(self.plan_path)
 
     def widen(self, plan: Plan) -> Plan:
-        """Write the plan, or add its runs to the one that is there."""
+        """Write the plan, or add its runs to the one that is there.
+
+        Raises:
+            ValueError: the folder is a run's, or holds another suite.
+        """
+        if (self.folder / "config.yaml").is_file():
+            raise ValueError(f"{self.folder} holds a run; name another --output_dir for the suite")
         (self.folder / "state").mkdir(parents=True, exist_ok=True)
         with self.taking():
             if self.plan_path.is_file():
