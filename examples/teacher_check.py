@@ -9,7 +9,7 @@ answer: a teacher far below 100 % cannot use what it is told, and self-distillat
 
 import sys
 
-from firedistill.cli import config_of, quiet_libraries
+from firedistill.cli.main import config_of, quiet_libraries
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples
 from firedistill.prompts import teacher_messages

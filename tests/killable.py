@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.run_log import read_jsonl
+from firedistill.run.log import read_jsonl
 from tiny import ToyTask
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firedistill import answers
-from firedistill.answers import (
+from firedistill.tasks import answers
+from firedistill.tasks.answers import (
     Answer,
     choice_answer,
     count_numbers,

@@ -27,14 +27,15 @@ from firedistill.functional import (
     reverse_kl,
     sft_weight,
 )
-from firedistill.models.loading import add_lora
-from firedistill.models.teacher import EMATeacher
+from firedistill.models.lora import add_lora
+from firedistill.models.states import ResponseStates, score_responses
 from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.objectives.srpo import weights_from_entropies
-from firedistill.ops import Head, fused_head
+from firedistill.ops import Head
+from firedistill.ops import head as head_module
 from firedistill.rollouts.engine import Prompt, Response, Rollout, Sampling
-from firedistill.scoring.scorer import ResponseStates, score_responses
 from firedistill.tasks import Example
+from firedistill.teacher.ema import EMATeacher
 from tiny import ToyTask, random_model, save_checkpoint
 
 METHODS = ["full_context", "on_policy_sft", "scope", "srpo"]
@@ -984,7 +985,7 @@ def random_world(case, seed=0, dtype=torch.float64, vocabulary=V, gap=1.0) -> Wo
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_loss_and_gradients_equal_the_dense_form(method, case, chunk, monkeypatch):
     """Of the states and of a trained head; the teacher shares that head and sends no gradient to it."""
-    monkeypatch.setattr(fused_head, "CHUNK_ELEMENTS", chunk * V)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", chunk * V)
     world = random_world(case)
     assert_result(world.run(load_objective(method, {"group_size": 5})), world.literal(method, 5))
     assert all(states.grad is None for states in world.teacher_leaves)

@@ -29,13 +29,14 @@ from firedistill.functional import (
     trust_acceptance,
     veto_target,
 )
+from firedistill.models.states import ResponseStates
 from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
 from firedistill.objectives.distributions import log_softmax
-from firedistill.ops import Head, fused_head
+from firedistill.ops import Head
+from firedistill.ops import head as head_module
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.rollouts.engine import Prompt, Response, Rollout, Sampling
 from firedistill.rollouts.sampler import Sampler
-from firedistill.scoring.scorer import ResponseStates
 from firedistill.tasks import Example, Verdict
 from test_objectives import V, World
 from tiny import ToyTask, byte_tokenizer
@@ -1047,7 +1048,7 @@ def loss_and_gradient(objective, batch):
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize("case", METHODS)
 def test_loss_and_gradient_equal_the_dense_form(case, chunk, monkeypatch):
-    monkeypatch.setattr(fused_head, "CHUNK_ELEMENTS", chunk * V)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", chunk * V)
     step = Step()
     loss, slope = loss_and_gradient(prepared(case, step), step.batch())
     expected_loss, expected_slope = METHODS[case][2](step)

@@ -10,7 +10,6 @@ import platform
 import pytest
 import torch
 
-from firedistill import cli
 from firedistill.benchmarks import (
     BENCHMARKS,
     fields,
@@ -24,6 +23,7 @@ from firedistill.benchmarks import (
     step,
     teacher_views,
 )
+from firedistill.cli import main as cli
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
 STEP = prescribed.StepSizes(prompt=30, fields=(5, 9), responses=tuple(range(4, 14)), micro_batch=2)

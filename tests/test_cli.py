@@ -13,15 +13,16 @@ import torch
 import yaml
 from rich.console import Console
 
-from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
-from firedistill.display import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
-from firedistill.inspection import inspect_example, print_inspection
+from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
+from firedistill.cli import main as cli
+from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
+from firedistill.cli.inspect import inspect_example, print_inspection
 from firedistill.objectives import load_objective
-from firedistill.options import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
+from firedistill.recipes import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
 from firedistill.report.page import attributions_of
-from firedistill.report.runs import read_run
+from firedistill.report.read import read_run
 from firedistill.rollouts.engine import Response
-from firedistill.run_log import read_jsonl
+from firedistill.run.log import read_jsonl
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
 

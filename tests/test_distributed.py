@@ -14,8 +14,8 @@ import torch
 import yaml
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.checkpoints import CheckpointError
-from firedistill.run_log import read_jsonl
+from firedistill.run.checkpoints import CheckpointError
+from firedistill.run.log import read_jsonl
 from killable import without_times
 from tiny import ToyTask, save_checkpoint
 

@@ -19,14 +19,14 @@ import pytest
 import torch
 
 import firedistill.benchmarks
-import firedistill.cli
+import firedistill.cli.main
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
-from firedistill.cli import COMMANDS, main
+from firedistill.cli.main import COMMANDS, main
+from firedistill.cli.suite import parse, planned
 from firedistill.config import SelfDistillConfig as Config
-from firedistill.experiments.command import parse, planned
-from firedistill.experiments.plan import built_in_suites, make_plan
 from firedistill.objectives import load_objective, registered_objectives
-from firedistill.run_log import read_jsonl
+from firedistill.run.log import read_jsonl
+from firedistill.suites.plan import built_in_suites, make_plan
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
 
@@ -214,7 +214,7 @@ def makefile_lines() -> list[str]:
 
 LINES = [(page, line) for page in PAGES for line in command_lines(text_of(page))]
 LINES += [("Makefile", line) for line in makefile_lines()]
-LINES += [("--help", line) for line in command_lines(firedistill.cli.EPILOGUE.replace("\n  ", "\n    "))]
+LINES += [("--help", line) for line in command_lines(firedistill.cli.main.EPILOGUE.replace("\n  ", "\n    "))]
 # What stands for something of the reader's.
 PLACEHOLDERS = {
     "DIR": "runs/my-run/adapter",

@@ -17,11 +17,13 @@ import torch
 from transformers import TrainerCallback
 
 from firedistill import FeedbackField, SelfDistillTrainer, Verdict
-from firedistill.checkpoints import newest_checkpoint
-from firedistill.faults import GuardedTask, OutOfMemory, TaskFault, TimeIsUp, guard_trackers, in_smaller_pieces, time_limit
+from firedistill.memory import OutOfMemory, in_smaller_pieces
 from firedistill.objectives import Objective, register
 from firedistill.rollouts.engine import Response
-from firedistill.run_log import RunLog, read_jsonl
+from firedistill.run.checkpoints import newest_checkpoint
+from firedistill.run.log import RunLog, read_jsonl
+from firedistill.run.trackers import guard_trackers
+from firedistill.tasks.guard import GuardedTask, TaskFault, TimeIsUp, time_limit
 from killable import killable_config
 from tiny import ToyTask, save_checkpoint
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from firedistill.feedback import FeedbackField, format_issues, structured_feedback, task_fingerprint
 from firedistill.tasks import Example, Verdict, load_task
+from firedistill.tasks.feedback import format_issues, structured_feedback, task_fingerprint
+from firedistill.tasks.types import FeedbackField
 
 NUMERIC = Example(uid="gsm8k/train/1", question="There are 6 bags of 7 apples. How many apples?", answer="42")
 CHOICE = Example(

@@ -20,14 +20,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from firedistill import Example, FeedbackField, SelfDistillConfig, load_task
-from firedistill.checkpoints import CheckpointError, check, load_state, save_state
-from firedistill.faults import GuardedTask
-from firedistill.feedback import structured_feedback
-from firedistill.options import OptionError, build_config
+from firedistill.models.states import score_responses
 from firedistill.prompts import PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
-from firedistill.run_log import json_line
-from firedistill.scoring.prefix_tree import ViewScorer
-from firedistill.scoring.scorer import score_responses
+from firedistill.recipes import OptionError, build_config
+from firedistill.run.checkpoints import CheckpointError, check, load_state, save_state
+from firedistill.run.log import json_line
+from firedistill.tasks.feedback import structured_feedback
+from firedistill.tasks.guard import GuardedTask
+from firedistill.teacher.prefix_cache import ViewScorer
 from tiny import SPECIAL, byte_tokenizer, random_model
 
 CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text(encoding="utf-8"))

@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from firedistill.models import loading
-from firedistill.models.loading import ModelError, add_lora, load_adapter, load_model_and_tokenizer, resolve_model
+from firedistill.models.errors import ModelError
+from firedistill.models.loading import load_model_and_tokenizer, resolve_model
+from firedistill.models.lora import add_lora, load_adapter
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

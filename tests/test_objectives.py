@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from firedistill.feedback import FeedbackField
 from firedistill.functional import excised_target, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
+from firedistill.models.states import ResponseStates
 from firedistill.objectives import Averages, TrainingBatch, load_objective
-from firedistill.ops import Head, chunked_token_loss, fire_head, fused_head
+from firedistill.ops import Head, chunked_token_loss, fire_head
+from firedistill.ops import head as head_module
 from firedistill.rollouts.engine import Response, Rollout
-from firedistill.scoring.scorer import ResponseStates
 from firedistill.tasks import Example, Verdict
+from firedistill.tasks.types import FeedbackField
 
 H, V = 8, 31
 METHODS = ["fire", "no_attribution", "no_projection", "hard_gradient_excision", "full_context"]
@@ -122,7 +123,7 @@ CASES = {
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize("floor", [None, -4.0], ids=["no floor", "floor"])
 def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, floor, monkeypatch):
-    for module in (fused_head, fire_head):
+    for module in (head_module, fire_head):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
     lengths, correct = CASES[case]
     world = World(lengths, correct, gap=2.0)

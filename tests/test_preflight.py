@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from firedistill import Example, SelfDistillTrainer, Verdict, cli, load_task
-from firedistill.preflight import CHECKED, memory_estimate, preflight
+from firedistill import Example, SelfDistillTrainer, Verdict, load_task
+from firedistill.cli import main as cli
+from firedistill.cli.preflight import CHECKED, memory_estimate, preflight
 from firedistill.prompts import PromptEncoder, student_messages
 from killable import killable_config
 from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
@@ -162,7 +163,7 @@ def test_feedback_that_fails(model, tmp_path):
 def test_disk_and_memory(model, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=30_000_000))
-    monkeypatch.setattr("firedistill.preflight.free_memory", lambda device: 1000.0)
+    monkeypatch.setattr("firedistill.cli.preflight.free_memory", lambda device: 1000.0)
     texts = found(model, tmp_path)
     assert "are free" in only(texts, "error") and "make room" in texts["error"][0]
     assert "memory: about" in only(texts, "warning")

@@ -13,9 +13,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from firedistill import cli
-from firedistill.experiments.plan import Plan, PlannedRun
-from firedistill.experiments.runner import SuiteFolder
+from firedistill.cli import main as cli
 from firedistill.report import figures
 from firedistill.report.build import write_report
 from firedistill.report.collapse import (
@@ -28,7 +26,7 @@ from firedistill.report.collapse import (
     sampling_drop,
 )
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.runs import (
+from firedistill.report.read import (
     CHARTS,
     evaluation_curve,
     interpolate,
@@ -39,7 +37,9 @@ from firedistill.report.runs import (
     step_curve,
 )
 from firedistill.report.tables import accuracy_tables, csv_text, latex, latex_text, markdown, markdown_text, overview
-from firedistill.run_log import json_line
+from firedistill.run.log import json_line
+from firedistill.suites.plan import Plan, PlannedRun
+from firedistill.suites.run import SuiteFolder
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\u2028<!--{{ 7*7 }}"
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from firedistill import SelfDistillTrainer, checkpoints, cli
-from firedistill.checkpoints import CheckpointError, last_checkpoint, load_state, newest_checkpoint, save_state
+from firedistill import SelfDistillTrainer
+from firedistill.cli import main as cli
 from firedistill.objectives import Objective, registered_objectives
-from firedistill.run_log import read_jsonl
+from firedistill.run import checkpoints
+from firedistill.run.checkpoints import CheckpointError, last_checkpoint, load_state, newest_checkpoint, save_state
+from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import METHODS
 from tiny import save_checkpoint

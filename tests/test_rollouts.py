@@ -19,13 +19,13 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from firedistill.models.loading import add_lora
-from firedistill.models.teacher import EMATeacher
+from firedistill.models.lora import add_lora
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.rollouts.law import candidates, choose_tokens, penalise_repetition
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
+from firedistill.rollouts.sampling import candidates, choose_tokens, penalise_repetition
+from firedistill.teacher.ema import EMATeacher
 from tiny import byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]

@@ -12,9 +12,9 @@ from firedistill import Example, FeedbackField, Verdict
 from firedistill.evaluation import answer_examples, summarise
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.report.curves import plot_runs
-from firedistill.report.runs import running_mean
+from firedistill.report.read import running_mean
 from firedistill.rollouts.engine import Response, Rollout, Sampling
-from firedistill.run_log import RunLog, json_line, read_jsonl, rollout_row
+from firedistill.run.log import RunLog, json_line, read_jsonl, rollout_row
 from tiny import ToyTask, byte_tokenizer
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -9,14 +9,14 @@ import torch
 from transformers import GenerationConfig
 
 from firedistill import FeedbackField
-from firedistill.models.loading import add_lora
-from firedistill.models.teacher import EMATeacher
+from firedistill.models.lora import add_lora
+from firedistill.models.states import forward_batches, score_responses, unwrap
 from firedistill.ops import Head
 from firedistill.prompts import CUT_MARK, PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.scoring.prefix_tree import ViewScorer, common_prefix
-from firedistill.scoring.scorer import forward_batches, score_responses, unwrap
+from firedistill.teacher.ema import EMATeacher
+from firedistill.teacher.prefix_cache import ViewScorer, common_prefix
 from firedistill.trainer import check_head
 from tiny import ToyTask, byte_tokenizer, enable_checkpointing, random_model
 

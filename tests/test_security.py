@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, cli
-from firedistill.checkpoints import CheckpointError, check, seal
-from firedistill.feedback import structured_feedback
-from firedistill.options import OptionError, build_config, read_recipe
+from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
+from firedistill.cli import main as cli
 from firedistill.prompts import PromptEncoder, student_messages, teacher_messages
+from firedistill.recipes import OptionError, build_config, read_recipe
 from firedistill.rollouts.engine import Response
-from firedistill.run_log import read_jsonl
+from firedistill.run.checkpoints import CheckpointError, check, seal
+from firedistill.run.log import read_jsonl
+from firedistill.tasks.feedback import structured_feedback
 from killable import RandomTask, killable_config, train
 from tiny import SPECIAL, ToyTask, byte_tokenizer, save_checkpoint
 

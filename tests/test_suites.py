@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from firedistill import cli, options
-from firedistill.checkpoints import newest_checkpoint, step_of
-from firedistill.experiments import command
-from firedistill.experiments.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
-from firedistill.experiments.runner import (
+from firedistill import recipes
+from firedistill.cli import main as cli
+from firedistill.cli import suite as command
+from firedistill.run.checkpoints import newest_checkpoint, step_of
+from firedistill.run.log import read_jsonl
+from firedistill.suites.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
+from firedistill.suites.run import (
     Runner,
     RunState,
     SuiteFolder,
@@ -31,7 +33,6 @@ from firedistill.experiments.runner import (
     summary,
     train_command,
 )
-from firedistill.run_log import read_jsonl
 from tiny import save_checkpoint
 
 TESTS = str(Path(__file__).parent)
@@ -118,7 +119,7 @@ def test_the_papers_sweep():
 
 def test_the_laboratory_names_every_method_and_the_sweep(monkeypatch):
     """With a stand-in for its recipe, which may be another one tomorrow."""
-    monkeypatch.setattr(options, "read_recipe", lambda name: {"lab": {"model": "lab", "learning_rate": 1e-3}}[name])
+    monkeypatch.setattr(recipes, "read_recipe", lambda name: {"lab": {"model": "lab", "learning_rate": 1e-3}}[name])
     plan = make_plan("lab")
     assert len({run.method for run in plan.runs}) == 12 and {run.seed for run in plan.runs} == {0, 1, 2}
     assert len(plan.runs) == 12 * 3 + 2 * 3 * 3, "the sweep's factor 1 is the run that is there already"
@@ -195,7 +196,7 @@ def test_a_suite_and_a_run_keep_out_of_each_others_folders(toy, tmp_path, capsys
     (tmp_path / "run" / "config.yaml").touch()
     with pytest.raises(ValueError, match="run holds a run; name another --output_dir"):
         SuiteFolder(tmp_path / "run").widen(make_plan(str(toy)))
-    recipe = options.read_recipe("lab")
+    recipe = recipes.read_recipe("lab")
     assert "output_dir" not in recipe, "runs/lab is the suite's"
 
 

@@ -14,7 +14,7 @@ from peft import AutoPeftModelForCausalLM
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.objectives import Objective, register
 from firedistill.rollouts.engine import Response, Rollout
-from firedistill.run_log import read_jsonl
+from firedistill.run.log import read_jsonl
 from firedistill.trainer import StepLog, TrainingOrder, learning_rate_factor
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, save_checkpoint

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from firedistill.feedback import FeedbackField
 from firedistill.tasks import Example, Task, Verdict, load_task
+from firedistill.tasks.types import FeedbackField
 
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig

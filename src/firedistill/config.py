@@ -11,12 +11,10 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
-from firedistill.checkpoints import written_at_once
+from firedistill.files import written_at_once
+from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
 from firedistill.rollouts.engine import Sampling
-
-# The seven projections of a llama-like block: the linear layers that the paper adapts.
-LORA_TARGET_MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def _option(group: str, default: Any, text: str, **metadata: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 from firedistill.prompts import PromptEncoder, TokenBudget, student_messages
 from firedistill.rollouts.engine import Prompt, Rollout, RolloutEngine, Sampling
 from firedistill.rollouts.sampler import Sampler
-from firedistill.tasks.task import Example, Task
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example
 
 logger = logging.getLogger(__name__)
 

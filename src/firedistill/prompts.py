@@ -13,8 +13,8 @@ from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
-from firedistill.feedback import FeedbackField
-from firedistill.tasks.task import Example, Task
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, FeedbackField
 
 # A teacher view: all feedback, all but field j (its index), or none of it.
 View = int | Literal["full", "none"]

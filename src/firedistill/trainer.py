@@ -29,25 +29,29 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import PrinterCallback
 
-from firedistill import faults
-from firedistill.checkpoints import load_state, random_state, restore_random_state, save_state, written_whole
+from firedistill.cli.inspect import save_wrong_answers
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, fitting_prompts, summarise
-from firedistill.inspection import save_wrong_answers
-from firedistill.models.loading import add_lora, load_adapter, load_model_and_tokenizer
-from firedistill.models.teacher import EMATeacher
+from firedistill.files import written_whole
+from firedistill.memory import SHORTER_CONTEXTS, SMALLER_MICRO_BATCHES, SMALLER_ROLLOUTS, explained_memory, in_smaller_pieces
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora, load_adapter
+from firedistill.models.states import ResponseStates, last_hidden_states, score_responses, unwrap
 from firedistill.objectives import Averages, Objective, StepBatch, TrainingBatch, load_objective
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, View, fit_feedback, student_messages, teacher_messages
-from firedistill.resumable import ResumableTrainer, read_json
-from firedistill.resume import identity, model_fingerprint
 from firedistill.rollouts.engine import Rollout, RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
 from firedistill.rollouts.sampler import Sampler
-from firedistill.run_log import RunLog, read_jsonl, rollout_row
-from firedistill.scoring.prefix_tree import ViewScorer
-from firedistill.scoring.scorer import ResponseStates, last_hidden_states, score_responses, unwrap
+from firedistill.run.checkpoints import load_state, random_state, restore_random_state, save_state
+from firedistill.run.identity import identity, model_fingerprint
+from firedistill.run.log import RunLog, read_jsonl, rollout_row
+from firedistill.run.resume import ResumableTrainer, read_json
+from firedistill.run.trackers import guard_trackers
 from firedistill.tasks import Example, Task, load_task
+from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.teacher.ema import EMATeacher
+from firedistill.teacher.prefix_cache import ViewScorer
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +150,7 @@ class SelfDistillTrainer(ResumableTrainer):
     ):
         args = args or SelfDistillConfig()
         self.task = task if isinstance(task, Task) else load_task(task or args.task)
-        self.judge = cast(Task, faults.GuardedTask(self.task, args.task_timeout))  # a task in all but its class
+        self.judge = cast(Task, GuardedTask(self.task, args.task_timeout))  # a task in all but its class
         self.objective: Objective = load_objective(args.method, args.method_settings)
         if model is None or isinstance(model, str):
             model, processing_class = load_model_and_tokenizer(
@@ -198,7 +202,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 asks instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
-        self.trackers = faults.guard_trackers(self.callback_handler.callbacks)
+        self.trackers = guard_trackers(self.callback_handler.callbacks)
 
         self.teacher = EMATeacher(self.model, args.ema_rate)
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
@@ -305,7 +309,7 @@ class SelfDistillTrainer(ResumableTrainer):
         def shrink() -> bool:
             return not self.sharded and self.halve(self.rollout_engine, "batch_size")
 
-        return faults.in_smaller_pieces(attempt, shrink, faults.SMALLER_ROLLOUTS), over_budget
+        return in_smaller_pieces(attempt, shrink, SMALLER_ROLLOUTS), over_budget
 
     def step_batch(self, rollouts: list[Rollout]) -> StepBatch:
         """What the objective may ask about the whole step before the first gradient."""
@@ -405,7 +409,7 @@ class SelfDistillTrainer(ResumableTrainer):
             return True
         try:
             feedback = self.judge.feedback(rollout.example, rollout.response.text, rollout.verdict)
-        except faults.TaskFault as fault:
+        except TaskFault as fault:
             logger.warning("%s; the response is left out of training", fault)
             self.step_log.add(failed_feedback=1)
             return False
@@ -470,7 +474,7 @@ class SelfDistillTrainer(ResumableTrainer):
             self.view_scorer.share_prefixes = False
             return not self.sharded and self.halve(self.view_scorer, "max_tokens", at_least=64)
 
-        return faults.in_smaller_pieces(score, shrink, faults.SHORTER_CONTEXTS)
+        return in_smaller_pieces(score, shrink, SHORTER_CONTEXTS)
 
     def halve(self, owner: Any, name: str, at_least: int = 1) -> bool:
         """Halve a number of `owner`, for the rest of the run; False if it is as small as it can be."""
@@ -520,7 +524,7 @@ class SelfDistillTrainer(ResumableTrainer):
         return grad_norm
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        with faults.explained_memory(faults.SMALLER_MICRO_BATCHES):
+        with explained_memory(SMALLER_MICRO_BATCHES):
             return super().training_step(*args, **kwargs)
 
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from firedistill.config import SelfDistillConfig, optimisation_setting, run_folder, run_setting, training_setting
-from firedistill.faults import TaskFault
-from firedistill.models.loading import end_of_turn_id
+from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollouts.engine import Response, Rollout
 from firedistill.tasks import Example, Verdict
+from firedistill.tasks.guard import TaskFault
 from firedistill.trainer import SelfDistillTrainer
 
 logger = logging.getLogger(__name__)

@@ -132,7 +132,7 @@ def peak_mib(factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments
 
 
 def _peaks_mib(threads: int, factory: Callable[..., Mapping[str, Callable[[], Any]]], arguments: tuple) -> dict:
-    from firedistill.cli import quiet_libraries
+    from firedistill.cli.main import quiet_libraries
 
     torch.set_num_threads(threads)
     quiet_libraries()

@@ -31,15 +31,15 @@ from transformers import (
 from firedistill.benchmarks.fire_head import step_scale_for
 from firedistill.benchmarks.harness import Options
 from firedistill.config import SelfDistillConfig
-from firedistill.feedback import FeedbackField
 from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.states import ResponseStates, score_responses, unwrap
 from firedistill.objectives import load_objective
 from firedistill.ops import Head, fire_head_loss
 from firedistill.prompts import student_messages
 from firedistill.rollouts.engine import Response, Rollout
-from firedistill.scoring.prefix_tree import ViewScorer
-from firedistill.scoring.scorer import ResponseStates, score_responses, unwrap
 from firedistill.tasks import Example, Task, Verdict
+from firedistill.tasks.types import FeedbackField
+from firedistill.teacher.prefix_cache import ViewScorer
 from firedistill.trainer import SelfDistillTrainer, StepLog
 
 # Each is one token of the usual vocabularies, so that texts have about as many tokens as words.

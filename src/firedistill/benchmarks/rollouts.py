@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, model_of, words
-from firedistill.models.loading import add_lora
+from firedistill.models.lora import add_lora
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.decoding import _Batch
 from firedistill.rollouts.engine import Sampling

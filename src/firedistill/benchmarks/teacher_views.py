@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
-from firedistill.scoring.prefix_tree import ViewScorer
+from firedistill.teacher.prefix_cache import ViewScorer
 
 TITLE = "Teacher views: shared prefixes against one forward pass per view"
 

@@ -12,7 +12,7 @@ from firedistill.objectives import (  # noqa: F401  (importing a method register
     tropd,
     veto,
 )
-from firedistill.objectives.objective import (
+from firedistill.objectives.base import (
     Averages,
     Objective,
     StepBatch,

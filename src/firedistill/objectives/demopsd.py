@@ -20,8 +20,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, setting
 from firedistill.objectives.distributions import entropy, finite_logits, jensen_shannon, log_softmax, reverse_kl
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, setting
 
 
 @torch.no_grad()

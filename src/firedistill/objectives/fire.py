@@ -16,6 +16,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from firedistill.models.states import ResponseStates
+from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register
 from firedistill.objectives.distributions import (
     centred,
     entropy,
@@ -27,10 +29,8 @@ from firedistill.objectives.distributions import (
     reverse_kl,
     softmax,
 )
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register
 from firedistill.ops.fire_head import FireHeadOutput, fire_head_loss
 from firedistill.rollouts.engine import Rollout
-from firedistill.scoring.scorer import ResponseStates
 
 
 @dataclass

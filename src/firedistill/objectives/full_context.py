@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firedistill.objectives.objective import Objective, TrainingBatch, register
+from firedistill.objectives.base import Objective, TrainingBatch, register
 from firedistill.ops.fire_head import fire_head_loss
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 from firedistill.objectives.distributions import entropy
-from firedistill.objectives.objective import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 from firedistill.rollouts.engine import Rollout, Sampling
 
 

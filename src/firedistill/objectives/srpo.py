@@ -23,8 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from firedistill.objectives.distributions import entropy, reverse_kl
-from firedistill.objectives.objective import (
+from firedistill.objectives.base import (
     Chunk,
     Objective,
     StepBatch,
@@ -34,6 +33,7 @@ from firedistill.objectives.objective import (
     setting,
     token_log_probs,
 )
+from firedistill.objectives.distributions import entropy, reverse_kl
 from firedistill.objectives.top_d import clipped_surrogate
 from firedistill.rollouts.engine import Rollout
 

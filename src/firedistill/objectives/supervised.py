@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, token_log_probs
+from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, token_log_probs
 from firedistill.rollouts.engine import Rollout
 
 

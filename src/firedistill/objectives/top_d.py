@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 from firedistill.objectives.distributions import entropy
-from firedistill.objectives.objective import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 
 
 def proximal_rewards(teacher_logp: Tensor, old_logp: Tensor, alpha: float) -> Tensor:

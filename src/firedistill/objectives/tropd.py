@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 from firedistill.objectives.distributions import entropy, finite_logits, log_softmax
-from firedistill.objectives.objective import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
 from firedistill.rollouts.engine import Prompt, Rollout
 from firedistill.rollouts.sampler import Sampler
 

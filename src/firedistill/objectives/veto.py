@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, setting
 from firedistill.objectives.distributions import entropy, finite_logits, forward_kl, log_softmax
-from firedistill.objectives.objective import Chunk, Objective, TrainingBatch, register, setting
 
 
 def veto_target(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:

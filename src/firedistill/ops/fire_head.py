@@ -9,14 +9,10 @@ things make the difference:
 - Other views are projected only at tokens where the full teacher violates the radius, since they matter nowhere else.
 - Many tokens are projected at once, which is what a matrix product likes, but only a few rows at a time are turned into
   distributions, which then stay in the cache. The gradient takes the place of the logits it belongs to.
-
-What happens to the rows between the matrix products is written down twice: here in plain PyTorch, and as a few Triton kernels in
-`firedistill.ops.triton_fire_head`, which a GPU runs instead.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -24,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from firedistill.ops.fused_head import Head, with_gradients
+from firedistill.ops.head import Head, with_gradients
 
 # Logits projected at once, in the head's dtype; there are at most three buffers of this size (student, full teacher, other views).
 # A projection reads the whole head for every chunk, so that fewer tokens at once cost more each.
@@ -32,11 +28,6 @@ CHUNK_ELEMENTS = 2**25
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
-
-# What turns rows into statistics and gradients: "torch", "triton", or "auto" for Triton on a GPU and PyTorch elsewhere. Triton on a CPU
-# is its interpreter (TRITON_INTERPRET=1), for tests. Not "auto" until the kernels have run on a GPU: so far only the interpreter
-# and the compiler have seen them.
-KERNELS = os.environ.get("FIREDISTILL_KERNELS", "torch")
 
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
@@ -136,7 +127,7 @@ def fire_head_loss(
             f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden has {len(teacher_hidden)} rows and loo_hidden {rows}"
         )
     teacher_head = teacher_head or head
-    op = row_arithmetic(hidden, head, teacher_head)(
+    op = _FireHead(
         head=head,
         teacher_head=teacher_head,
         hidden=hidden,
@@ -153,29 +144,6 @@ def fire_head_loss(
         op.correct_branch(correct.nonzero().flatten(), token_ids)
         op.incorrect_branch(wrong, teacher_hidden, loo_hidden)
     return op.output()
-
-
-def row_arithmetic(hidden: Tensor, head: Head, teacher_head: Head) -> type[_FireHead]:
-    """`_FireHead`, or its subclass whose rows are handled by Triton kernels.
-
-    The kernels know 16-bit and 32-bit floats, and heads whose logits are those of `Head`. Everything else is PyTorch's.
-
-    Raises:
-        ValueError: `KERNELS` is none of "auto", "torch" and "triton".
-        ImportError: it is "triton", which is not installed.
-    """
-    if KERNELS not in ("auto", "torch", "triton"):
-        raise ValueError(f'FIREDISTILL_KERNELS is "{KERNELS}"; expected "auto", "torch" or "triton"')
-    usual = hidden.dtype != torch.float64 and all(type(h).logits is Head.logits for h in (head, teacher_head))
-    if KERNELS == "torch" or not usual or (KERNELS == "auto" and not hidden.is_cuda):
-        return _FireHead
-    try:
-        from firedistill.ops.triton_fire_head import TritonFireHead
-    except ImportError:
-        if KERNELS == "triton":
-            raise
-        return _FireHead
-    return TritonFireHead
 
 
 @dataclass

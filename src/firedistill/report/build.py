@@ -7,7 +7,7 @@ from pathlib import Path
 
 from firedistill.report.figures import write_figures
 from firedistill.report.page import write_page
-from firedistill.report.runs import Study, read_study
+from firedistill.report.read import Study, read_study
 from firedistill.report.tables import accuracy_tables, csv_text, latex, markdown, markdown_text, overview, overview_markdown
 
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from firedistill.report.runs import running_mean
-from firedistill.run_log import read_jsonl
+from firedistill.report.read import running_mean
+from firedistill.run.log import read_jsonl
 
 # Panel title, key, logarithmic axis.
 PANELS = [

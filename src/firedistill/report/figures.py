@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firedistill.report.runs import CHARTS, Chart, Curve, Group, Setting, Study, rate_curve
+from firedistill.report.read import CHARTS, Chart, Curve, Group, Setting, Study, rate_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

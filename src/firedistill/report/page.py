@@ -18,7 +18,7 @@ from typing import Any
 
 from firedistill import __version__
 from firedistill.report import collapse
-from firedistill.report.runs import CHARTS, Chart, Group, Run, Setting, Study, rate_curve
+from firedistill.report.read import CHARTS, Chart, Group, Run, Setting, Study, rate_curve
 from firedistill.report.tables import OVERVIEW_COLUMNS, AccuracyTable, overview
 
 # Where the page marks an event: the chart whose curve shows it.

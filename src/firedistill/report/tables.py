@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from firedistill.report.runs import METHODS, Group, Run, Setting, Study, mean_and_deviation, short_model, task_title
+from firedistill.report.read import METHODS, Group, Run, Setting, Study, mean_and_deviation, short_model, task_title
 
 
 @dataclass

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from firedistill.feedback import FeedbackField
-from firedistill.tasks.task import Example, Verdict
+from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 
 @dataclass(frozen=True)

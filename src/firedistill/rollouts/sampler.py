@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from firedistill.faults import TaskFault
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, teacher_messages
 from firedistill.rollouts.engine import Prompt, Response, Rollout, RolloutEngine, Sampling
 from firedistill.tasks import Task
+from firedistill.tasks.guard import TaskFault
 
 logger = logging.getLogger(__name__)
 

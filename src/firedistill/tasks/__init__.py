@@ -10,7 +10,8 @@ import sys
 from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
 from firedistill.tasks.sources import DataError
-from firedistill.tasks.task import Example, Task, Verdict
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, Verdict
 
 __all__ = ["ChoiceTask", "DataError", "Example", "NumericTask", "TASKS", "Task", "Verdict", "load_task"]
 

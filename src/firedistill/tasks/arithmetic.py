@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from firedistill.answers import numeric_gold
+from firedistill.tasks.answers import numeric_gold
 from firedistill.tasks.numeric import NumericTask
 from firedistill.tasks.sources import optional_text, text_field
-from firedistill.tasks.task import Example
+from firedistill.tasks.types import Example
 
 # What a level consists of: (steps of the working, size of the numbers), each as likely as the others.
 LEVELS: dict[str, tuple[tuple[int, str], ...]] = {

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from string import ascii_uppercase
 from typing import Any
 
-from firedistill.answers import choice_answer, lenient_choice_correct
+from firedistill.tasks.answers import choice_answer, lenient_choice_correct
 from firedistill.tasks.sources import (
     PARQUET_EXPORT,
     DataError,
@@ -20,7 +20,8 @@ from firedistill.tasks.sources import (
     text_field,
     text_list_field,
 )
-from firedistill.tasks.task import Example, Task, Verdict
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, Verdict
 
 CHOICE_INSTRUCTION = (
     "Reason step by step about the options. Then, on a new final line, write `Answer: ` followed by the single option letter "

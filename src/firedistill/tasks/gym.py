@@ -19,9 +19,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from firedistill.answers import lenient_numeric_correct, numeric_equal, read_numeric
+from firedistill.tasks.answers import lenient_numeric_correct, numeric_equal, read_numeric
 from firedistill.tasks.sources import DataError, text_field
-from firedistill.tasks.task import Example, Task, Verdict
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, Verdict
 
 DEFAULT_COUNT = 1000  # of examples, where the caller names none: generated problems have no end
 SEEDS_PER_SPLIT = 2**30

@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from firedistill.answers import count_numbers, lenient_numeric_correct, numeric_equal, numeric_gold, read_numeric
+from firedistill.tasks.answers import count_numbers, lenient_numeric_correct, numeric_equal, numeric_gold, read_numeric
 from firedistill.tasks.sources import PARQUET_EXPORT, DataError, optional_text, text_field
-from firedistill.tasks.task import Example, Task, Verdict
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, Verdict
 
 MATH_INSTRUCTION = (
     "Work through the problem step by step, showing your arithmetic. Then, on a new final line, write the final answer as "

@@ -1,0 +1,1 @@
+"""A run on disk: its log, its checkpoints, how it is resumed and stopped."""

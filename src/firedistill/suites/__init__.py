@@ -1,0 +1,1 @@
+"""Suites of runs: the paper's tables and figures."""

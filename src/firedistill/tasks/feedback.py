@@ -1,0 +1,237 @@
+"""Structured feedback about one response, in separable fields (paper, appendix "Feedback Field Construction").
+
+The four fields answer four questions about one response: what is wrong (`verifier`), how the answer was read
+(`parser`), how the decision came about (`provenance`), and whether the response kept to the format (`format`).
+Every field is one line, `title: key=value; key=value.`, worded as in the paper's example box. Only `verifier` holds the
+gold answer.
+
+All functions here are pure and take time linear in the length of the response. Whatever is cut says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+from firedistill.tasks.answers import count_numbers, find_numbers
+from firedistill.tasks.types import Example, FeedbackField, Verdict
+
+MAX_LINE_CHARACTERS = 160
+MAX_SNIPPETS = 3
+MAX_SNIPPET_CHARACTERS = 60
+MAX_PROMPT_CUES = 6
+MAX_TAIL_NUMBERS = 4
+MAX_NUMBER_CHARACTERS = 40
+CUT_MARK = " [cut]"
+NO_PARSE = "<no parse>"
+NO_GOLD = "<any answer that the checker accepts>"
+
+# A number, one to eight times an operator and a number, and the result if one is stated: `6 × 7 = 40`. Every quantifier is
+# bounded and possessive, and no match starts inside a number, so that a line of a million digits costs a million steps.
+_NUMBER = r"[-−+]?+[$£€]?+\d{1,15}+(?:,\d{3}){0,5}+(?:\.\d{1,15}+)?+%?+"
+_OPERATOR = r"\s{0,3}+(?:\\times|\\cdot|\\div|[-−+*/×·÷xX])\s{0,3}+"
+_EXPRESSION = re.compile(rf"(?<![\w.,]){_NUMBER}(?:{_OPERATOR}{_NUMBER}){{1,8}}+(?:\s{{0,3}}+=\s{{0,3}}+{_NUMBER})?+", re.ASCII)
+
+
+class Task(Protocol):
+    """What the feedback says about a task; `firedistill.Task` has all of it."""
+
+    name: str
+    type_name: str
+    answer_type: str
+    checker_mode: str
+    final_marker: str
+
+    def prompt(self, example: Example) -> str: ...
+
+
+def structured_feedback(task: Task, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+    """The paper's context c = (b_1, b_2, b_3, b_4) for one response.
+
+    Args:
+        task: read for `name`, `type_name`, `answer_type`, `checker_mode`, `final_marker` and `prompt(example)`; its class does
+            not matter.
+        example: the problem that was answered.
+        response: the student's text; may be empty.
+        verdict: what the task's verifier said about this very response.
+
+    Returns:
+        Four fields in native order, named `verifier`, `parser`, `provenance`, `format`.
+
+    Source: paper, appendix "Feedback Field Construction", with its illustrative box as the wording.
+    """
+    return (
+        verifier_field(task, example, response, verdict),
+        parser_field(task, example, response, verdict),
+        provenance_field(task, example, response, verdict),
+        format_field(task, example, response, verdict),
+    )
+
+
+def verifier_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+    """b_1: whether the response is right, what it answered, what is accepted, and what has to change."""
+    expected = _gold(verdict.expected)
+    if verdict.correct:
+        revision = ["keep the submitted final answer", "instruction=retain the final answer and the required output format"]
+    else:
+        revision = [
+            f"replace the submitted final answer with {expected}",
+            "instruction=revise the final answer and retain the required output format",
+        ]
+    items = [
+        "source=reference_checker",
+        f"status={'correct' if verdict.correct else 'incorrect'}",
+        "decision=final",
+        f"expected/accepted final answer={expected}",
+        f"submitted normalized answer={_submitted(verdict)}",
+        *revision,
+    ]
+    return FeedbackField("verifier", _line("Verifier feedback", items))
+
+
+def parser_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+    """b_2: how the final prediction was extracted from the response."""
+    last_line = _last_line(response)
+    items = [
+        "source=response_parser",
+        f"task uid={_quote(example.uid)}",
+        f"task type={task.type_name}",
+        f"expected answer type={task.answer_type}",
+        f"final marker={_marker(task)}",
+        f"marker count={_marker_count(task, response)}",
+        f"parse success={'no' if verdict.submitted is None else 'yes'}",
+        f"extracted normalized final answer={_submitted(verdict)}",
+        f"final line snapshot={_quote(_snapshot(last_line, MAX_LINE_CHARACTERS)) if last_line else 'none'}",
+    ]
+    if not example.labels:  # the paper records nearby numbers for numerical tasks only
+        items.append(f"numeric tokens near parsed span={_last_numbers(last_line)}")
+    return FeedbackField("parser", _line("Parser diagnostics", items))
+
+
+def provenance_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+    """b_3: how the decision was produced, and plain statistics of the response."""
+    choices = [f"choice labels=[{', '.join(example.labels)}]"] if example.labels else []
+    items = [
+        "source=environment_audit",
+        f"dataset adapter={task.name}",
+        f"task type={task.type_name}",
+        f"task fingerprint={_quote(task_fingerprint(task.name, example.uid))}",
+        *choices,
+        f"prompt numeric cues={_first_numbers(task.prompt(example))}",
+        f"checker mode={task.checker_mode}",
+        "normalization=task_adapter_final_answer",
+        f"submitted normalized answer={_submitted(verdict)}",
+        f"response chars={len(response)}",
+        f"response nonempty lines={len(_nonempty_lines(response))}",
+        f"response numeric-token count={count_numbers(response)}",
+    ]
+    return FeedbackField("provenance", _line("Context provenance", items))
+
+
+def format_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+    """b_4: whether the response keeps to the required format."""
+    count, snippets = _expressions(response)
+    items = [
+        "source=format_checker",
+        f"required final marker={_marker(task)}",
+        f"final-line parse result={_submitted(verdict)}",
+        f"format issues={', '.join(format_issues(task.final_marker, response)) or 'none'}",
+        f"reasoning text before final line={'yes' if len(_nonempty_lines(response)) > 1 else 'no'}",
+        f"arithmetic expression count={count}",
+        f"arithmetic expression snippets={snippets}",
+        "instruction=end with exactly one task-normal final-answer line and no text after it",
+    ]
+    return FeedbackField("format", _line("Response-format diagnostics", items))
+
+
+def task_fingerprint(task_name: str, uid: str) -> str:
+    """Eight hexadecimal digits that identify a problem; the same on every machine and in every run."""
+    return hashlib.blake2b(f"{task_name}|{uid}".encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
+
+
+def format_issues(marker: str, response: str) -> list[str]:
+    """Departures from the required format, in fixed order; empty when there is none, or when the task has no marker."""
+    if not marker:
+        return []
+    issues = []
+    count = response.count(marker)
+    if count == 0:
+        issues.append("missing_final_marker")
+    if count > 1:
+        issues.append("multiple_final_markers")
+    if not _last_line(response).startswith(marker):
+        issues.append("final_line_not_canonical")
+    return issues
+
+
+def _line(title: str, items: Sequence[str]) -> str:
+    return f"{title}: {'; '.join(items)}."
+
+
+def _quote(text: str) -> str:
+    """`text` in backticks. Backticks inside become apostrophes: a response must not be able to close its own quotation."""
+    return "`" + text.replace("`", "'") + "`"
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - len(CUT_MARK)] + CUT_MARK
+
+
+def _snapshot(text: str, limit: int) -> str:
+    """`text` with its white space collapsed, at most `limit` characters long."""
+    return _cut(" ".join(text.split()), limit)
+
+
+def _gold(expected: str) -> str:
+    return _quote(expected if expected else NO_GOLD)
+
+
+def _submitted(verdict: Verdict) -> str:
+    return _quote(NO_PARSE if verdict.submitted is None else _snapshot(verdict.submitted, MAX_LINE_CHARACTERS))
+
+
+def _marker(task: Task) -> str:
+    return _quote(task.final_marker) if task.final_marker else "none"
+
+
+def _marker_count(task: Task, response: str) -> int:
+    return response.count(task.final_marker) if task.final_marker else 0
+
+
+def _nonempty_lines(response: str) -> list[str]:
+    lines = response.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _last_line(response: str) -> str:
+    lines = _nonempty_lines(response)
+    return lines[-1] if lines else ""
+
+
+def _first_numbers(text: str) -> str:
+    numbers = find_numbers(text)
+    return _number_list([*numbers[:MAX_PROMPT_CUES], *(["..."] if len(numbers) > MAX_PROMPT_CUES else [])])
+
+
+def _last_numbers(text: str) -> str:
+    numbers = find_numbers(text)
+    return _number_list([*(["..."] if len(numbers) > MAX_TAIL_NUMBERS else []), *numbers[-MAX_TAIL_NUMBERS:]])
+
+
+def _number_list(numbers: Sequence[str]) -> str:
+    return f"[{', '.join(_cut(number, MAX_NUMBER_CHARACTERS) for number in numbers)}]" if numbers else "none"
+
+
+def _expressions(response: str) -> tuple[int, str]:
+    """How many arithmetic expressions the response holds, and the first few of them, quoted."""
+    snippets = []
+    count = 0
+    for match in _EXPRESSION.finditer(response):
+        if count < MAX_SNIPPETS:
+            snippets.append(_quote(_snapshot(match.group(), MAX_SNIPPET_CHARACTERS)))
+        count += 1
+    if count > MAX_SNIPPETS:
+        snippets.append("...")
+    return count, " | ".join(snippets) or "none"
