@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from firedistill.prompts import PromptEncoder, TokenBudget, student_messages
-from firedistill.rollouts.engine import Prompt, Rollout, RolloutEngine, Sampling
-from firedistill.rollouts.sampler import Sampler
+from firedistill.prompts import PromptEncoder, TokenBudget
+from firedistill.rollout import Rollout, Sampling
+from firedistill.rollouts.engine import RolloutEngine
+from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example
-
-logger = logging.getLogger(__name__)
 
 
 def answer_examples(
@@ -35,36 +33,7 @@ def answer_examples(
     return Sampler(engine, task, encoder, sampling, budget, seed=seed, progress=progress).student(prompts), skipped
 
 
-def fitting_prompts(
-    task: Task,
-    encoder: PromptEncoder,
-    examples: Sequence[Example],
-    sampling: Sampling,
-    budget: TokenBudget,
-    first_index: int = 0,
-) -> tuple[list[Prompt], list[Example]]:
-    """Student prompts within the budget, and the examples that are left out; their uids are logged.
-
-    The limit is `budget.prompt`, or `budget.context` less the longest response. Left out is also an example whose prompt cannot be
-    built at all: the task's function or the chat template, both programs of others, raised.
-    """
-    limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
-    prompts, skipped = [], []
-    for position, example in enumerate(examples):
-        try:
-            ids = encoder.encode(student_messages(task, example))
-            reason = f"its prompt has {len(ids)} tokens, the limit is {limit}" if len(ids) > limit else None
-        except Exception as error:
-            reason = f"its prompt cannot be built ({type(error).__name__}: {error})"
-        if reason is None:
-            prompts.append(Prompt(example, ids, first_index + position))
-        else:
-            logger.warning("%s left out: %s", example.uid, reason)
-            skipped.append(example)
-    return prompts, skipped
-
-
-def summarise(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+def summarize(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Accuracy (strict and lenient), its standard error, and how the responses look."""
     n = len(rollouts)
 

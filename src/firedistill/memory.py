@@ -1,67 +1,102 @@
-"""What happens when memory runs out."""
+"""Running out of memory: smaller batches where that helps, and an explanation where it does not."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 
-Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
-# What a user can do.
 SMALLER_ROLLOUTS = "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens"
 SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
 SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
-    "the same), turn gradient_checkpointing on, and go on with --allow_changes and their names"
+    "the same), turn gradient_checkpointing on, and resume with --allow_changes and their names"
 )
 
 
 class OutOfMemory(ValueError):
-    """Not even the smallest pieces fit into memory; the message says what to change."""
+    """Not even the smallest batch fits into memory; the message says which settings to change."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is exhausted, of the accelerator or of the machine."""
+    """Whether an error says that the memory of the accelerator or of the machine is exhausted."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in ("out of memory", "can't allocate memory"))
     )
 
 
-def in_smaller_pieces(attempt: Callable[[], Result], shrink: Callable[[], bool], mend: str) -> Result:
-    """`attempt()`, again with smaller pieces each time that memory runs out.
+class BatchLimit:
+    """How much goes through the model at once. It is halved, for the rest of the run, whenever memory runs out.
+
+        for attempt in limit.attempts():
+            with attempt:
+                states = forward(batches_of(limit.size))
 
     Args:
-        shrink: makes the pieces smaller; False if they are as small as they can be.
-        mend: what the user can do then.
+        size: prompts or tokens.
+        name: the setting it comes from, for the log.
+        advice: what a user can change when the smallest size does not fit.
+        smallest: the limit is not halved below this size.
+        adjustable: False where all processes must make the same number of forward passes.
 
-    Raises:
-        OutOfMemory: the smallest pieces do not fit.
+    Attributes:
+        halved: how often it was halved since the caller last set this to 0.
     """
-    while True:
-        try:
-            return attempt()
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-        # Outside of the except block, where the traceback would hold on to the tensors.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if not shrink():
-            raise OutOfMemory(f"out of memory ({reason}): {mend}")
+
+    def __init__(self, size: int, name: str, advice: str, *, smallest: int = 1, adjustable: bool = True):
+        self.size, self.name, self.advice, self.smallest, self.adjustable = size, name, advice, smallest, adjustable
+        self.halved = 0
+
+    def attempts(self) -> Iterator[Attempt]:
+        """Attempts at a piece of work until one does not run out of memory.
+
+        Raises:
+            OutOfMemory: the smallest size does not fit.
+        """
+        while True:
+            attempt = Attempt()
+            yield attempt
+            if attempt.failure is None:
+                return
+            # The exception is gone by now, and with it the tensors that its traceback held.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self._halve(attempt.failure)
+
+    def _halve(self, failure: str) -> None:
+        if not self.adjustable or self.size // 2 < self.smallest:
+            raise OutOfMemory(f"out of memory ({failure}): {self.advice}")
+        self.size //= 2
+        self.halved += 1
+        logger.warning("out of memory: %s is %d from this point", self.name, self.size)
+
+
+class Attempt:
+    """A block of work that may run out of memory; `failure` says so afterwards, other errors pass."""
+
+    failure: str | None = None
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
+        if error is None or not is_out_of_memory(error):
+            return False
+        self.failure = " ".join(str(error).split())[:200] or type(error).__name__
+        return True
 
 
 @contextmanager
-def explained_memory(mend: str) -> Iterator[None]:
-    """Turn an exhausted memory inside the block into an `OutOfMemory` that says what to change."""
-    try:
+def explained_memory(advice: str) -> Iterator[None]:
+    """Turn exhausted memory inside the block into an `OutOfMemory` that says what to change."""
+    attempt = Attempt()
+    with attempt:
         yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(f"out of memory ({' '.join(str(error).split())[:200]}): {mend}") from error
+    if attempt.failure is not None:
+        raise OutOfMemory(f"out of memory ({attempt.failure}): {advice}")

@@ -1,10 +1,10 @@
 """Warm start: plain supervised fine-tuning of the same LoRA adapter on gold solutions.
 
-A student that never writes the answer line, or never finds an answer, gives self-distillation nothing to work with. A few dozen
-steps on the task's own solutions mend that. Nor does a teacher help that cannot read feedback: with `feedback_share`, some of the
-prompts are the teacher's, with feedback about a wrong attempt, and the solution is what should follow.
+A student that never writes the answer line, or never finds an answer, gives self-distillation nothing to learn from, and a teacher
+that cannot read feedback has nothing to teach. A few dozen supervised steps on the task's solutions provide both: with
+`feedback_share`, some of the prompts are the teacher's, with feedback about a wrong attempt, followed by the solution.
 
-The run has the same directory, evaluation and resume as any other; its adapter is what `--initial_adapter` of a training run takes.
+The run directory, evaluation and resuming are those of any other run. `--initial_adapter` of a training run takes its adapter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from firedistill.config import SelfDistillConfig, optimisation_setting, run_folder, run_setting, training_setting
+from firedistill.metrics import Metrics
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
-from firedistill.rollouts.engine import Response, Rollout
+from firedistill.rollout import Response, Rollout
 from firedistill.tasks import Example, Verdict
 from firedistill.tasks.guard import TaskFault
 from firedistill.trainer import SelfDistillTrainer
@@ -68,49 +69,47 @@ class WarmStartTrainer(SelfDistillTrainer):
         found = end_of_turn_id(self.processing_class)
         return self.processing_class.eos_token_id if found is None else found
 
-    def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], list[Example]]:
-        draw = random.Random(self.sampling_seed())
-        rollouts = [self.gold_rollout(example, draw) for example in examples]
-        budget = self.args.budget
-        fitting = [
-            r
-            for r in rollouts
-            if len(r.prompt_ids) <= budget.prompt + budget.feedback
-            and len(r.prompt_ids) + len(r.response_ids) <= budget.context
-        ]
-        return fitting, [r.example for r in rollouts if r not in fitting]
+    def sample(self, examples: Sequence[Example]) -> tuple[list[Rollout], Metrics]:
+        """The gold solutions as rollouts; nothing is generated."""
+        draw, metrics, budget = random.Random(self.sampling_seed()), Metrics(), self.args.budget
+        metrics.total(generated_tokens=0)
+        fitting = []
+        for example in examples:
+            rollout, failed_feedback = self.gold_rollout(example, draw)
+            if failed_feedback:
+                metrics.total(failed_feedback=1)
+            prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
+            if prompt <= budget.prompt + budget.feedback and prompt + response <= budget.context:
+                fitting.append(rollout)
+                metrics.mean(response_length=float(response))
+            else:
+                metrics.total(skipped_over_budget=1)
+        return fitting, metrics
 
-    def gold_rollout(self, example: Example, draw: random.Random) -> Rollout:
+    def gold_rollout(self, example: Example, draw: random.Random) -> tuple[Rollout, bool]:
+        """The gold solution after the student's prompt, or after the teacher's; and whether the task failed to give feedback."""
         if not example.solution:
             raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
-        messages = student_messages(self.task, example)
+        messages, failed = student_messages(self.task, example), False
         if draw.random() < self.args.feedback_share:
             attempt, verdict = self.wrong_attempt(example, draw)
             try:
-                feedback = self.judge.feedback(example, attempt, verdict)
+                feedback = self.task.feedback(example, attempt, verdict)
             except TaskFault as fault:
                 logger.warning("%s; the row gets the student's prompt", fault)
-                self.step_log.add(failed_feedback=1)
+                failed = True
             else:
                 fitted, _ = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
                 messages = teacher_messages(self.task, example, fitted)
         solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)
-        return Rollout(example, self.encoder.encode(messages), response, self.judge.verify(example, example.solution))
+        return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution)), failed
 
     def wrong_attempt(self, example: Example, draw: random.Random) -> tuple[str, Verdict]:
-        """The solution of another problem with another answer; an empty attempt where chance finds none."""
+        """The solution of another problem with another answer; an empty attempt where none of 20 draws is one."""
         for _ in range(20):
             attempt = draw.choice(self.train_dataset.examples).solution or ""
-            verdict = self.judge.verify(example, attempt)
+            verdict = self.task.verify(example, attempt)
             if not verdict.correct:
                 return attempt, verdict
-        return "", self.judge.verify(example, "")
-
-    def report_rollouts(self, rollouts: Sequence[Rollout], over_budget: int) -> None:
-        """Nothing is generated; only the length of the solutions is reported."""
-        self.step_log.add(generated_tokens=0)
-        if over_budget:
-            self.step_log.add(skipped_over_budget=over_budget)
-        for rollout in rollouts:
-            self.step_log.averages.add(response_length=float(len(rollout.response_ids)))
+        return "", self.task.verify(example, "")

@@ -162,7 +162,11 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     trainer = trainer_for(arguments)
     trainer.run_log = None  # an evaluation on its own is no part of the run
     with console.status("evaluating") as status:
-        trainer.on_progress = lambda phase, done, total: status.update(f"{phase} {done}/{total}")
+
+        def show(phase: str, done: int, total: int) -> None:
+            status.update(f"{phase} {done}/{total}")
+
+        trainer.on_progress = show
         metrics = trainer.evaluate()
     if not metrics["eval_n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
@@ -184,8 +188,10 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             "--checkpoint takes student and teacher of that step instead of the last ones."
         )
         return 0
+    from firedistill.attribution import save_attribution
     from firedistill.cli.console import visible
-    from firedistill.cli.inspect import attribution_record, inspect_example, print_inspection, save_attribution
+    from firedistill.cli.inspect import print_inspection
+    from firedistill.evaluation import answer_examples
     from firedistill.run.checkpoints import newest_checkpoint
     from firedistill.run.log import read_jsonl
 
@@ -208,23 +214,33 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             raise ValueError(f"--checkpoint is {step}; {folder} has checkpoints of these steps: {there}")
         arguments += ["--initial_adapter", str(checkpoint)]
     trainer = trainer_for(arguments)
-    examples = trainer.task.examples(split, index + count, trainer.args.eval_subset_seed, trainer.args.data_dir)
+    args, task, inspector = trainer.args, trainer.task, trainer.inspector()
+    examples = task.examples(split, index + count, args.eval_subset_seed, args.data_dir)
     if index >= len(examples):
-        raise ValueError(f"--example is {index}, but the {split} split of {trainer.task.name} has {len(examples)} problems")
+        raise ValueError(f"--example is {index}, but the {split} split of {task.name} has {len(examples)} problems")
     if checkpoint is not None:
-        trainer.teacher.load(str(checkpoint))
-    elif (newest := newest_checkpoint(trainer.args.run_dir)) is not None:
-        trainer.teacher.load(newest)
-    if not save:
-        print_inspection(inspect_example(trainer, examples[index], seed=trainer.args.seed), trainer, console)
-        return 0
+        trainer.teacher.weights.load(str(checkpoint))
+    elif (newest := newest_checkpoint(args.run_dir)) is not None:
+        trainer.teacher.weights.load(newest)
     records = []
     for example in examples[index : index + count]:
         try:
-            records.append(attribution_record(inspect_example(trainer, example, seed=trainer.args.seed), trainer))
-            console.print(visible(f"{example.uid}: {len(records[-1]['tokens'])} tokens"))
-        except ValueError as error:  # over the budget, or an empty response: told, and the others go on
+            rollouts, _ = answer_examples(
+                trainer.rollout_engine, task, trainer.encoder, [example], args.sampling, args.budget, args.seed
+            )
+            if not rollouts:
+                raise ValueError(f"{example.uid}: the prompt is over the budget")
+            inspection = inspector.inspect(rollouts[0])
+        except ValueError as error:
+            if not save:
+                raise
             console.print(visible(f"left out: {error}"))
+            continue
+        if not save:
+            print_inspection(inspection, trainer.teacher, console)
+            return 0
+        records.append(inspector.record(inspection))
+        console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
     metrics = read_jsonl(folder / "metrics.jsonl")
     reached = int(step) if checkpoint is not None else (metrics[-1]["step"] if metrics else 0)
     console.print(f"wrote {save_attribution(records, folder, reached)}", soft_wrap=True)

@@ -140,7 +140,7 @@ def golds_are_correct(trainer: SelfDistillTrainer) -> Iterator[Finding]:
         wrong, failed, silent, slowest = [], [], [], 0.0
         for example in checked:
             begun = time.perf_counter()
-            verdicts = [trainer.judge.verify(example, response) for response in gold_responses(trainer, example)]
+            verdicts = [trainer.task.verify(example, response) for response in gold_responses(trainer, example)]
             slowest = max(slowest, (time.perf_counter() - begun) / max(len(verdicts), 1))
             if not verdicts:
                 silent.append(example)
@@ -175,9 +175,9 @@ def feedback_can_be_built(trainer: SelfDistillTrainer) -> Iterator[Finding]:
     checked = spread(trainer.train_dataset.examples, 16)
     for example in checked:
         for response in ("", "I do not know."):
-            verdict = trainer.judge.verify(example, response)
+            verdict = trainer.task.verify(example, response)
             try:
-                trainer.judge.feedback(example, response, verdict)
+                trainer.task.feedback(example, response, verdict)
             except TaskFault as fault:
                 failed.append((example, str(fault)))
                 break

@@ -1,4 +1,4 @@
-"""Teacher-forced scoring: prompt and response token ids in, last hidden states at the response positions out."""
+"""Teacher-forced forward passes: prompt and response token ids to last hidden states at the response positions."""
 
 from __future__ import annotations
 
@@ -117,3 +117,16 @@ def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
         yield model
     finally:
         inner.forward = original
+
+
+@contextmanager
+def inference_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradient; the training flags are restored."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

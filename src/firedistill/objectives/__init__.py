@@ -1,5 +1,6 @@
 """The methods: one file each."""
 
+from firedistill.metrics import Metrics
 from firedistill.objectives import (  # noqa: F401  (importing a method registers it)
     demopsd,
     fire,
@@ -12,25 +13,17 @@ from firedistill.objectives import (  # noqa: F401  (importing a method register
     tropd,
     veto,
 )
-from firedistill.objectives.base import (
-    Averages,
-    Objective,
-    StepBatch,
-    TrainingBatch,
-    load_objective,
-    objective_class,
-    register,
-    registered_objectives,
-    setting,
-    token_log_probs,
-)
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, map_tokens, token_log_probs
+from firedistill.objectives.registry import load_objective, objective_class, register, registered_objectives
 
 __all__ = [
-    "Averages",
+    "Metrics",
+    "MicroBatch",
     "Objective",
-    "StepBatch",
-    "TrainingBatch",
+    "Step",
     "load_objective",
+    "map_tokens",
     "objective_class",
     "register",
     "registered_objectives",

@@ -20,8 +20,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, setting
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch
 from firedistill.objectives.distributions import entropy, finite_logits, jensen_shannon, log_softmax, reverse_kl
+from firedistill.objectives.registry import register
+from firedistill.prompts import View
+from firedistill.rollout import Rollout
 
 
 @torch.no_grad()
@@ -66,17 +71,20 @@ class DemoPSD(Objective):
         if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        full, *without = batch.teacher(rows, ["full", "none"] if self.reference == "ema" else ["full"])
+    def views(self, rollout: Rollout) -> list[View]:
+        return ["full", "none"] if self.reference == "ema" else ["full"]
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            teacher_logits = batch.teacher_head(full.hidden[chunk])
-            reference_logits = batch.teacher_head(without[0].hidden[chunk]) if without else student_logits.detach()
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, head = Metrics(), batch.teacher.head
+        full, *without = batch.teacher.states(batch.rollouts, ["full", "none"] if self.reference == "ema" else ["full"])
+
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
+            teacher_logits = head(full.hidden[chunk])
+            reference_logits = head(without[0].hidden[chunk]) if without else student_logits.detach()
             log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
             disagreement = jensen_shannon(log_s, log_q)
             alpha = reference_share(disagreement, self.alpha_max, self.beta)
-            batch.averages.add(
+            metrics.mean(
                 demopsd_disagreement=disagreement,
                 demopsd_alpha=alpha,
                 kl=reverse_kl(student_logits.detach(), teacher_logits),
@@ -84,4 +92,4 @@ class DemoPSD(Objective):
             )
             return reverse_kl(student_logits, tempered(log_q, log_s, alpha))
 
-        return batch.token_mean_loss(rows, token_loss)
+        return batch.token_mean_loss(token_loss), metrics

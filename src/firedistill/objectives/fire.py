@@ -1,23 +1,26 @@
 """FIRE: Fisher-informed recalibration (paper section "FIRE", Algorithm 1), and its three ablations.
 
 Correct responses are trained by supervised fine-tuning whose per-token weight keeps the logit gradient inside the Fisher radius.
-Wrong responses are distilled towards the EMA teacher that sees the feedback, after that target was re-weighted field by field
-(leave-one-field-out attribution, only where the full target violates the radius) and then contracted onto the radius.
+Wrong responses are distilled towards the EMA teacher that sees the feedback. Where this target violates the radius, it is re-weighted
+by leave-one-field-out attribution, then contracted onto the radius.
 
-Source: `fire.tex`, equations fire_radius to fire_objective; symbols are the paper's. What is ours: where the gate `chi` is 0 the
-leave-one-out views are not scored, since they cannot matter there.
+Symbols are the paper's, equations fire_radius to fire_objective. `fire_target` and `sft_weight` state the method on logits;
+`firedistill.ops.fire_head` computes the same from hidden states. Leave-one-out views are scored only where the gate `chi` is above 0,
+since they matter nowhere else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
-from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register
+from firedistill.objectives.base import Objective
+from firedistill.objectives.batches import MicroBatch, map_tokens
 from firedistill.objectives.distributions import (
     centred,
     entropy,
@@ -29,13 +32,15 @@ from firedistill.objectives.distributions import (
     reverse_kl,
     softmax,
 )
-from firedistill.ops.fire_head import FireHeadOutput, fire_head_loss
-from firedistill.rollouts.engine import Rollout
+from firedistill.objectives.registry import register
+from firedistill.ops.fire_head import FireHeadOutput, first_pass
+from firedistill.prompts import View
+from firedistill.rollout import Rollout
 
 
 @dataclass
 class FireTarget:
-    """The target of the incorrect branch and all that led to it. Every tensor is detached.
+    """The target of the incorrect branch with its intermediate quantities. Every tensor is detached.
 
     Attributes:
         log_probs: `[..., V]`, log q_FIRE.
@@ -76,7 +81,7 @@ def fire_target(
         teacher_logits: `[..., V]`, the EMA teacher with all feedback.
         loo_logits: `[B, ..., V]`, the EMA teacher without field j; may be None without attribution.
         step_scale: `s = max(1, a_k / a_0)`.
-        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
 
@@ -148,7 +153,7 @@ def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
 
 
 def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:
-    """Logits whose normalised log-probabilities are at least the floor; the others keep their value to the bit."""
+    """Logits whose normalized log-probabilities are at least the floor; the others keep their value to the bit."""
     logits = finite_logits(logits)
     if log_prob_floor is None:
         return logits
@@ -193,7 +198,7 @@ def excised_target(
         student_logits, teacher_logits: `[..., T, V]`.
         loo_logits: `[B, ..., T, V]`.
         mask: `[..., T]`, true at response tokens.
-        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
 
     Returns:
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
@@ -222,66 +227,36 @@ class Fire(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        return self.both_branches(batch, batch.rows())
+    def views(self, rollout: Rollout) -> list[View]:
+        fields = range(len(rollout.feedback)) if self.attribution else ()
+        return ["full", *fields] if self.needs_teacher(rollout) else []
 
-    def both_branches(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
-        """Algorithm 1 on these rollouts: what `sft_weight` and `fire_target` say, without building a target."""
-        student = batch.student.select(rows)
-        correct = student.per_token([batch.rollouts[row].verdict.correct for row in rows]).bool()
-        wrong = [row for row in rows if not batch.rollouts[row].verdict.correct]
-        (full,) = batch.teacher(wrong, ["full"])
-        over: set[int] = set()
-
-        def without_fields(tokens: Tensor) -> Tensor:
-            views, found = self.views_without_a_field(batch, wrong, full, tokens)
-            over.update(found)
-            return views
-
-        output = fire_head_loss(
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        """Algorithm 1: what `sft_weight` and `fire_target` state, without building a target."""
+        wrong = batch.wrong.rollouts
+        correct = batch.student.per_token([rollout.verdict.correct for rollout in batch.rollouts]).bool()
+        full = batch.teacher.full(wrong)
+        first = first_pass(
             batch.head,
-            student.hidden,
-            student.token_weights() / batch.responses,
-            token_ids=batch.token_ids(rows),
+            batch.student.hidden,
+            batch.student.token_weights() / batch.responses,
+            token_ids=batch.token_ids(),
             correct=correct,
             teacher_hidden=full.hidden,
-            loo_hidden=without_fields if self.attribution else None,
-            teacher_head=batch.teacher_head,
+            teacher_head=batch.teacher.head,
             step_scale=batch.step_scale,
             log_prob_floor=batch.log_prob_floor,
             attribution=self.attribution,
             projection=self.projection,
         )
-        if self.attribution:
-            for names, group in groups_by_fields(batch, wrong).items():
-                batch.saved([row for row in group if row not in over], range(len(names)))
-        self.report(batch, rows, correct, output)
-        return output.loss
+        # The views are read up to the last token over the radius; without attribution there is none.
+        output = first.attribute(batch.teacher.states_without_fields(wrong, full, first.over))
+        return output.loss, self.metrics(batch, correct, output)
 
-    def views_without_a_field(
-        self, batch: TrainingBatch, wrong: list[int], full: ResponseStates, tokens: Tensor
-    ) -> tuple[Tensor, set[int]]:
-        """The teacher's states without each field, `[B, K, H]`, at K tokens of the wrong responses, and the responses they lie in.
-
-        The views of a response are read up to the last such token, and not at all if it has none: elsewhere they cannot matter. B
-        is the largest number of fields; a response that has fewer repeats its full view.
-        """
-        response = full.per_token(range(len(wrong)))[tokens]
-        position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
-        ends = {wrong[i]: int(position[response == i].max()) + 1 for i in response.unique().tolist()}
-        groups = groups_by_fields(batch, sorted(ends))
-        states = full.hidden[tokens].repeat(max(map(len, groups)), 1, 1)
-        for names, group in groups.items():
-            for j, view in enumerate(batch.teacher(group, range(len(names)), [ends[row] for row in group])):
-                for row, hidden in zip(group, view.hidden.split(view.lengths), strict=True):
-                    here = response == wrong.index(row)
-                    states[j, here] = hidden[position[here]]
-        return states, set(ends)
-
-    def report(self, batch: TrainingBatch, rows: list[int], correct: Tensor, output: FireHeadOutput) -> None:
+    def metrics(self, batch: MicroBatch, correct: Tensor, output: FireHeadOutput) -> Metrics:
         """Token means of the quantities of both branches. Field energies exist only where the views were scored."""
-        student, averages = batch.student.select(rows), batch.averages
-        averages.add(
+        metrics = Metrics()
+        metrics.mean(
             rho=output.rho,
             entropy=output.entropy,
             beta=output.beta[correct],
@@ -293,26 +268,26 @@ class Fire(Objective):
             projected=output.eta[~correct] < 1,
             kl=output.kl[~correct],
         )
-        averages.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
+        metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
         if not self.attribution:
-            return
-        wrong = [row for row in rows if not batch.rollouts[row].verdict.correct]
-        for names, group in groups_by_fields(batch, wrong).items():
-            tokens = student.per_token([row in group for row in rows]).bool()
+            return metrics
+        for names, group in by_fields(batch.wrong.rollouts).items():
+            tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).bool()
             for j, name in enumerate(names):
                 scored = j < len(output.field_energy)
                 alpha = output.alpha[j + 1, tokens] if scored else torch.zeros_like(output.rho[tokens])
-                averages.add(**{f"alpha_{name}": alpha})
+                metrics.mean(**{f"alpha_{name}": alpha})
                 if scored:
                     energy = output.field_energy[j, tokens]
-                    averages.add(**{f"field_energy_{name}": energy[~energy.isnan()]})
+                    metrics.mean(**{f"field_energy_{name}": energy[~energy.isnan()]})
+        return metrics
 
 
-def groups_by_fields(batch: TrainingBatch, rows: list[int]) -> dict[tuple[str, ...], list[int]]:
+def by_fields(rollouts: Sequence[Rollout]) -> dict[tuple[str, ...], list[Rollout]]:
     """Rollouts by the names of their feedback fields; a task may give some responses more fields than others."""
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for row in rows:
-        groups.setdefault(tuple(field.name for field in batch.rollouts[row].feedback), []).append(row)
+    groups: dict[tuple[str, ...], list[Rollout]] = {}
+    for rollout in rollouts:
+        groups.setdefault(tuple(field.name for field in rollout.feedback), []).append(rollout)
     return groups
 
 
@@ -334,39 +309,38 @@ class NoProjection(Fire):
 class HardGradientExcision(Fire):
     """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        correct = batch.rows(lambda rollout: rollout.verdict.correct)
-        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
-        return self.both_branches(batch, correct) + self.distill_excised(batch, wrong)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        loss, metrics = super().loss(batch.correct)
+        for names, group in by_fields(batch.wrong.rollouts).items():
+            part = batch.select([i for i, rollout in enumerate(batch.rollouts) if rollout in group])
+            part_loss, part_metrics = self.distill_excised(part, names)
+            loss, metrics = loss + part_loss, metrics.merge([part_metrics])
+        return loss, metrics
 
-    def distill_excised(self, batch: TrainingBatch, rows: list[int]) -> Tensor:
-        loss = batch.no_loss()
-        for names, group in groups_by_fields(batch, rows).items():
-            full, *without = batch.teacher(group, ["full", *range(len(names))])
-            target = self.excise(batch, group, names, full, without) if names else full
+    def distill_excised(self, batch: MicroBatch, names: tuple[str, ...]) -> tuple[Tensor, Metrics]:
+        """Reverse KL to the views without the most influential field; the responses have the fields `names`."""
+        metrics, head = Metrics(), batch.teacher.head
+        full, *without = batch.teacher.states(batch.rollouts, ["full", *range(len(names))])
 
-            def token_loss(student_logits: Tensor, chunk: Chunk, full=full, target=target) -> Tensor:
-                log_probs = floored(batch.teacher_head(target.hidden[chunk]), batch.log_prob_floor)
-                batch.averages.add(
-                    rho=fisher_radius(student_logits, batch.step_scale),
-                    kl=reverse_kl(student_logits.detach(), batch.teacher_head(full.hidden[chunk])),
-                    entropy=entropy(student_logits.detach()),
-                )
-                return reverse_kl(student_logits, log_probs)
+        def influence(student_logits: Tensor, chunk: slice) -> Tensor:
+            loo_logits = torch.stack([head(view.hidden[chunk]) for view in without])
+            return half_l1_influence(student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor)
 
-            loss = loss + batch.token_mean_loss(group, token_loss)
-        return loss
+        target = full
+        if names:
+            scores = map_tokens(batch.head, batch.student, influence)
+            removed = [int(of_response.mean(-1).argmax()) if of_response.numel() else 0 for of_response in scores]
+            target = ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
+            for j, name in enumerate(names):
+                metrics.mean(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
 
-    def excise(
-        self, batch: TrainingBatch, rows: list[int], names: tuple[str, ...], full: ResponseStates, without: list[ResponseStates]
-    ) -> ResponseStates:
-        """Of every response, the view without its most influential field."""
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
+            log_probs = floored(head(target.hidden[chunk]), batch.log_prob_floor)
+            metrics.mean(
+                rho=fisher_radius(student_logits, batch.step_scale),
+                kl=reverse_kl(student_logits.detach(), head(full.hidden[chunk])),
+                entropy=entropy(student_logits.detach()),
+            )
+            return reverse_kl(student_logits, log_probs)
 
-        def influence(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            loo_logits = torch.stack([batch.teacher_head(view.hidden[chunk]) for view in without])
-            return half_l1_influence(student_logits, batch.teacher_head(full.hidden[chunk]), loo_logits, batch.log_prob_floor)
-
-        removed = [int(scores.mean(-1).argmax()) if scores.numel() else 0 for scores in batch.map_tokens(rows, influence)]
-        for j, name in enumerate(names):
-            batch.averages.add(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
-        return ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
+        return batch.token_mean_loss(token_loss), metrics

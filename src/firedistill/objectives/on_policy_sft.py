@@ -16,9 +16,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
 from firedistill.objectives.distributions import entropy
-from firedistill.rollouts.engine import Rollout, Sampling
+from firedistill.objectives.registry import register
+from firedistill.rollout import Rollout, Sampling
 
 
 @register("on_policy_sft")
@@ -34,8 +37,8 @@ class OnPolicySFT(Objective):
         if not self.temperature >= 0:
             raise ValueError(f"temperature is {self.temperature}; 0 is greedy, above 0 samples")
 
-    def sampling(self, law: Sampling) -> Sampling:
-        return replace(law, temperature=self.temperature)
+    def sampling(self, sampling: Sampling) -> Sampling:
+        return replace(sampling, temperature=self.temperature)
 
     def trains(self, rollout: Rollout) -> bool:
         return rollout.verdict.correct
@@ -43,18 +46,18 @@ class OnPolicySFT(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return False
 
-    def prepare(self, batch: StepBatch) -> None:
-        longest = batch.largest(max((len(rollout.response_ids) for rollout in batch.rollouts), default=0))
-        for rollout in batch.rollouts:
-            rollout.coefficients["longest_kept"] = longest
+    def prepare(self, step: Step) -> tuple[list[float], Metrics]:
+        """L_max for every rollout."""
+        longest = step.max_over_processes(max((len(rollout.response_ids) for rollout in step.rollouts), default=0))
+        return [longest] * len(step.rollouts), Metrics()
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        token_ids = batch.token_ids(rows)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, token_ids = Metrics(), batch.token_ids()
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             nll = -token_log_probs(student_logits, token_ids[chunk])
-            batch.averages.add(nll=nll.detach(), entropy=entropy(student_logits.detach()))
+            metrics.mean(nll=nll.detach(), entropy=entropy(student_logits.detach()))
             return nll
 
-        return batch.token_loss(rows, 1 / (batch.coefficients("longest_kept", rows) * batch.responses), token_loss)
+        longest_kept = batch.per_token(batch.prepared)
+        return batch.token_loss(1 / (longest_kept * batch.responses), token_loss), metrics

@@ -15,15 +15,18 @@ differs from its paper (weights of mean 1, token means, the student's weight rev
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
 from firedistill.objectives.distributions import entropy
-from firedistill.rollouts.engine import Rollout
+from firedistill.objectives.registry import register
+from firedistill.rollout import Rollout
 
 
 def perplexity_weights(mean_logp: Tensor, prompt_index: Tensor, correct: Tensor, temperature: float = 1.0) -> Tensor:
@@ -45,6 +48,14 @@ def perplexity_weights(mean_logp: Tensor, prompt_index: Tensor, correct: Tensor,
     return weights
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The weight of a response, and for wrong ones `log q(y_t)` `[T]`."""
+
+    weight: float
+    teacher_log_probs: Tensor | None
+
+
 @register("scope")
 @dataclass
 class SCOPE(Objective):
@@ -61,52 +72,48 @@ class SCOPE(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
 
-    def prepare(self, batch: StepBatch) -> None:
-        correct = [rollout for rollout in batch.rollouts if rollout.verdict.correct]
-        wrong = [rollout for rollout in batch.rollouts if not rollout.verdict.correct]
-        for rollout, log_probs in zip(wrong, batch.teacher_log_probs(wrong), strict=True):
-            rollout.coefficients["teacher_log_probs"] = log_probs
+    def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
+        metrics = Metrics()
+        wrong = [rollout for rollout in step.rollouts if not rollout.verdict.correct]
+        teacher = dict(zip(wrong, step.teacher_log_probs(wrong), strict=True))
         # A correct response without a correct sibling has weight 1 whatever its likelihood.
-        by_prompt = [rollout.prompt_index for rollout in correct]
-        siblings = [rollout for rollout in correct if by_prompt.count(rollout.prompt_index) > 1]
-        student = dict(zip(map(id, siblings), batch.student_log_probs(siblings), strict=True))
-        ordered = correct + wrong
-        if not ordered:
-            return
-        mean_logp = torch.stack(
-            [student[id(r)].mean() if id(r) in student else torch.zeros(()) for r in correct]
-            + [cast(Tensor, r.coefficients["teacher_log_probs"]).mean() for r in wrong]
-        )
+        of_correct = Counter(rollout.prompt_index for rollout in step.rollouts if rollout.verdict.correct)
+        siblings = [r for r in step.rollouts if r.verdict.correct and of_correct[r.prompt_index] > 1]
+        student = dict(zip(siblings, step.student_log_probs(siblings), strict=True))
+        if not step.rollouts:
+            return [], metrics
+        scored = student | teacher
+        mean_logp = torch.stack([scored[r].mean() if r in scored else torch.zeros(()) for r in step.rollouts])
         weights = perplexity_weights(
             mean_logp,
-            torch.tensor([r.prompt_index for r in ordered]),
-            torch.tensor([r.verdict.correct for r in ordered]),
+            torch.tensor([r.prompt_index for r in step.rollouts]),
+            torch.tensor([r.verdict.correct for r in step.rollouts]),
             self.weight_temperature,
         )
-        for rollout, weight, logp in zip(ordered, weights.tolist(), mean_logp.tolist(), strict=True):
-            rollout.coefficients["weight"] = weight
+        for rollout, weight, logp in zip(step.rollouts, weights, mean_logp, strict=True):
             branch = "student" if rollout.verdict.correct else "teacher"
-            batch.averages.maximum(**{f"scope_{branch}_weight_max": torch.tensor(weight)})
-            if branch == "teacher" or id(rollout) in student:
-                batch.averages.add(**{f"scope_{branch}_perplexity": torch.tensor(-logp).exp()})
+            metrics.maximum(**{f"scope_{branch}_weight_max": weight})
+            if rollout in scored:
+                metrics.mean(**{f"scope_{branch}_perplexity": (-logp).exp()})
+        return [Prepared(w, teacher.get(r)) for r, w in zip(step.rollouts, weights.tolist(), strict=True)], metrics
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        correct = batch.rows(lambda rollout: rollout.verdict.correct)
-        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
-        correct_ids, wrong_ids = batch.token_ids(correct), batch.token_ids(wrong)
-        teacher_log_probs = batch.coefficients("teacher_log_probs", wrong)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, correct, wrong = Metrics(), batch.correct, batch.wrong
+        correct_ids, wrong_ids = correct.token_ids(), wrong.token_ids()
+        teacher_log_probs = wrong.per_token([prepared.teacher_log_probs for prepared in wrong.prepared])
 
-        def reinforce(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def reinforce(student_logits: Tensor, chunk: slice) -> Tensor:
             log_probs = token_log_probs(student_logits, correct_ids[chunk])
-            batch.averages.add(nll=-log_probs.detach(), entropy=entropy(student_logits.detach()))
+            metrics.mean(nll=-log_probs.detach(), entropy=entropy(student_logits.detach()))
             return -(log_probs - log_probs.detach()).exp()
 
-        def distill(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def distill(student_logits: Tensor, chunk: slice) -> Tensor:
             log_probs = token_log_probs(student_logits, wrong_ids[chunk])
             gap = log_probs.detach() - teacher_log_probs[chunk]
-            batch.averages.add(scope_log_ratio=gap, entropy=entropy(student_logits.detach()))
+            metrics.mean(scope_log_ratio=gap, entropy=entropy(student_logits.detach()))
             return (log_probs - log_probs.detach()).exp() * gap
 
-        return batch.token_loss(correct, batch.coefficients("weight", correct) / batch.prompts, reinforce) + batch.token_loss(
-            wrong, batch.coefficients("weight", wrong) / batch.prompts, distill
-        )
+        def weights(part: MicroBatch) -> Tensor:
+            return part.per_token([prepared.weight for prepared in part.prepared]) / batch.prompts
+
+        return correct.token_loss(weights(correct), reinforce) + wrong.token_loss(weights(wrong), distill), metrics

@@ -23,19 +23,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from firedistill.objectives.base import (
-    Chunk,
-    Objective,
-    StepBatch,
-    TrainingBatch,
-    map_tokens,
-    register,
-    setting,
-    token_log_probs,
-)
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, map_tokens, token_log_probs
 from firedistill.objectives.distributions import entropy, reverse_kl
+from firedistill.objectives.registry import register
 from firedistill.objectives.top_d import clipped_surrogate
-from firedistill.rollouts.engine import Rollout
+from firedistill.rollout import Rollout
 
 Deviation = Literal["population", "sample", "none"]
 
@@ -81,6 +75,22 @@ def weights_from_entropies(entropies: Tensor, mask: Tensor, beta: float) -> Tens
     )
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """What the loss of a response needs from the whole step.
+
+    Attributes:
+        step_tokens: response tokens of the step over all processes.
+        advantage: of a correct response within its group.
+        entropy_weights, teacher_states: of a wrong response, `[T]` and the full teacher's `[T, H]`.
+    """
+
+    step_tokens: float
+    advantage: float
+    entropy_weights: Tensor | None
+    teacher_states: Tensor | None
+
+
 @register("srpo")
 @dataclass
 class SRPO(Objective):
@@ -106,51 +116,54 @@ class SRPO(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
 
-    def prepare(self, batch: StepBatch) -> None:
-        tokens = batch.total(sum(len(rollout.response_ids) for rollout in batch.rollouts))
-        wrong = [rollout for rollout in batch.rollouts if not rollout.verdict.correct]
-        entropies = []
-        if wrong:
-            (full,) = batch.teacher(wrong, ["full"])
-            entropies = map_tokens(batch.teacher_head, full, lambda logits, chunk: entropy(logits))
-        # A factor common to all tokens leaves the weights as they are; taken out, they cannot underflow together.
-        lowest = -batch.largest(max((-float(h.min()) for h in entropies), default=-math.inf))
+    def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
+        metrics = Metrics()
+        tokens = step.sum_over_processes(sum(len(rollout.response_ids) for rollout in step.rollouts))
+        wrong = [rollout for rollout in step.rollouts if not rollout.verdict.correct]
+        full = step.teacher.full(wrong)
+        entropies = map_tokens(step.teacher.head, full, lambda logits, chunk: entropy(logits))
+        # A factor common to all tokens leaves the weights as they are; without it they cannot underflow together.
+        lowest = -step.max_over_processes(max((-float(h.min()) for h in entropies), default=-math.inf))
         raw = [torch.exp(-self.beta * (h.double() - lowest)).cpu() for h in entropies]
-        total, count = batch.total(float(sum(w.sum() for w in raw))), batch.total(sum(len(w) for w in raw))
-        for rollout, weights, h in zip(wrong, raw, entropies, strict=True):
-            weights = weights * count / total
-            rollout.coefficients["entropy_weight"] = weights
-            batch.averages.add(srpo_entropy_weight=weights, srpo_teacher_entropy=h)
-            batch.averages.maximum(srpo_entropy_weight_max=weights)
+        total, count = step.sum_over_processes(float(sum(w.sum() for w in raw))), step.sum_over_processes(sum(map(len, raw)))
+        weights = {rollout: w * count / total for rollout, w in zip(wrong, raw, strict=True)}
+        for rollout, h in zip(wrong, entropies, strict=True):
+            metrics.mean(srpo_entropy_weight=weights[rollout], srpo_teacher_entropy=h)
+            metrics.maximum(srpo_entropy_weight_max=weights[rollout])
         advantages = group_advantages(
-            torch.tensor([float(rollout.verdict.correct) for rollout in batch.rollouts], dtype=torch.float64),
-            torch.tensor([rollout.prompt_index for rollout in batch.rollouts]),
+            torch.tensor([float(rollout.verdict.correct) for rollout in step.rollouts], dtype=torch.float64),
+            torch.tensor([rollout.prompt_index for rollout in step.rollouts]),
             self.deviation,
-        )
-        for rollout, advantage in zip(batch.rollouts, advantages.tolist(), strict=True):
-            rollout.coefficients |= {"advantage": advantage, "step_tokens": tokens}
-            batch.averages.add(srpo_advantage=abs(advantage))
+        ).tolist()
+        for advantage in advantages:
+            metrics.mean(srpo_advantage=abs(advantage))
+        states = dict(zip(wrong, full.hidden.split(full.lengths), strict=True))
+        return [
+            Prepared(tokens, advantage, weights.get(rollout), states.get(rollout))
+            for rollout, advantage in zip(step.rollouts, advantages, strict=True)
+        ], metrics
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        correct = batch.rows(lambda rollout: rollout.verdict.correct)
-        wrong = batch.rows(lambda rollout: not rollout.verdict.correct)
-        (full,) = batch.teacher(wrong, ["full"])
-        correct_ids = batch.token_ids(correct)
-        advantages = batch.coefficients("advantage", correct)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, correct, wrong, head = Metrics(), batch.correct, batch.wrong, batch.teacher.head
+        correct_ids = correct.token_ids()
+        advantages = correct.per_token([prepared.advantage for prepared in correct.prepared])
+        entropy_weights = wrong.per_token([prepared.entropy_weights for prepared in wrong.prepared])
+        full = torch.cat([prepared.teacher_states for prepared in wrong.prepared] or [wrong.student.hidden[:0]])
 
-        def policy_gradient(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def policy_gradient(student_logits: Tensor, chunk: slice) -> Tensor:
             log_probs = token_log_probs(student_logits, correct_ids[chunk])
-            batch.averages.add(entropy=entropy(student_logits.detach()))
+            metrics.mean(entropy=entropy(student_logits.detach()))
             return clipped_surrogate(log_probs, log_probs.detach(), advantages[chunk], self.clip, self.ratio_cap)
 
-        def distill(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            kl = reverse_kl(student_logits, batch.teacher_head(full.hidden[chunk]))
-            batch.averages.add(kl=kl.detach(), entropy=entropy(student_logits.detach()))
+        def distill(student_logits: Tensor, chunk: slice) -> Tensor:
+            kl = reverse_kl(student_logits, head(full[chunk]))
+            metrics.mean(kl=kl.detach(), entropy=entropy(student_logits.detach()))
             return kl
 
-        def weights(rows: list[int]) -> Tensor:
-            return 1 / batch.coefficients("step_tokens", rows)
+        def weights(part: MicroBatch) -> Tensor:
+            return 1 / part.per_token([prepared.step_tokens for prepared in part.prepared])
 
-        return batch.token_loss(correct, weights(correct), policy_gradient) + batch.token_loss(
-            wrong, weights(wrong) * batch.coefficients("entropy_weight", wrong), distill
+        loss = correct.token_loss(weights(correct), policy_gradient) + wrong.token_loss(
+            weights(wrong) * entropy_weights, distill
         )
+        return loss, metrics

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, token_log_probs
-from firedistill.rollouts.engine import Rollout
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective
+from firedistill.objectives.batches import MicroBatch, token_log_probs
+from firedistill.objectives.registry import register
+from firedistill.rollout import Rollout
 
 
 @register("supervised")
@@ -15,11 +18,10 @@ class Supervised(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return False
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        token_ids = batch.token_ids(rows)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        token_ids = batch.token_ids()
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             return -token_log_probs(student_logits, token_ids[chunk])
 
-        return batch.token_mean_loss(rows, token_loss)
+        return batch.token_mean_loss(token_loss), Metrics()

@@ -26,8 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
 from firedistill.objectives.distributions import entropy
+from firedistill.objectives.registry import register
 
 
 def proximal_rewards(teacher_logp: Tensor, old_logp: Tensor, alpha: float) -> Tensor:
@@ -100,6 +103,15 @@ def clipped_surrogate(
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Response tokens of the group, and per token of the response, `[T]`, log p_old and the advantage."""
+
+    group_tokens: int
+    old_log_probs: Tensor
+    advantages: Tensor
+
+
 @register("top_d")
 @dataclass
 class TopD(Objective):
@@ -120,11 +132,11 @@ class TopD(Objective):
         if self.epochs < 1 or self.minibatch_prompts < 1:
             raise ValueError(f"epochs is {self.epochs} and minibatch_prompts {self.minibatch_prompts}; both must be at least 1")
 
-    def prepare(self, batch: StepBatch) -> None:
-        rollouts = batch.rollouts
+    def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
+        metrics, rollouts = Metrics(), step.rollouts
         if not rollouts:
-            return
-        old, teacher = batch.student_log_probs(rollouts), batch.teacher_log_probs(rollouts)
+            return [], metrics
+        old, teacher = step.student_log_probs(rollouts), step.teacher_log_probs(rollouts)
         lengths = torch.tensor([len(log_probs) for log_probs in old])
         prompt_index = torch.tensor([rollout.prompt_index for rollout in rollouts])
         mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(-1)
@@ -132,17 +144,14 @@ class TopD(Objective):
         rewards = proximal_rewards(padded_teacher, padded_old, self.alpha)
         returns = future_mean_returns(rewards, mask)
         advantages = pooled_advantages(returns, mask, prompt_index)
-        for row, rollout in enumerate(rollouts):
-            group = prompt_index == rollout.prompt_index
-            rollout.coefficients |= {
-                "old_log_probs": old[row],
-                "advantages": advantages[row, : lengths[row]],
-                "group_tokens": int(lengths[group].sum()),
-            }
         for prompt in prompt_index.unique():
             pooled = returns[mask & (prompt_index == prompt).unsqueeze(-1)]
-            batch.averages.add(top_d_return_std=pooled.std(correction=0))
-        batch.averages.add(top_d_reward=rewards[mask], top_d_log_ratio=(padded_teacher - padded_old)[mask])
+            metrics.mean(top_d_return_std=pooled.std(correction=0))
+        metrics.mean(top_d_reward=rewards[mask], top_d_log_ratio=(padded_teacher - padded_old)[mask])
+        return [
+            Prepared(int(lengths[prompt_index == rollout.prompt_index].sum()), old[i], advantages[i, : lengths[i]])
+            for i, rollout in enumerate(rollouts)
+        ], metrics
 
     def updates(self, prompts: Sequence[int], draw: random.Random) -> list[list[int]]:
         plan = []
@@ -151,17 +160,18 @@ class TopD(Objective):
             plan += [order[i : i + self.minibatch_prompts] for i in range(0, len(order), self.minibatch_prompts)]
         return plan
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        token_ids = batch.token_ids(rows)
-        old, advantages = batch.coefficients("old_log_probs", rows), batch.coefficients("advantages", rows)
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, token_ids = Metrics(), batch.token_ids()
+        old = batch.per_token([prepared.old_log_probs for prepared in batch.prepared])
+        advantages = batch.per_token([prepared.advantages for prepared in batch.prepared])
+        group_tokens = batch.per_token([prepared.group_tokens for prepared in batch.prepared])
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             log_probs = token_log_probs(student_logits, token_ids[chunk])
             ratio = (log_probs.detach() - old[chunk]).exp()
             outside = torch.where(advantages[chunk] > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
-            batch.averages.add(top_d_ratio=ratio, top_d_clip_fraction=outside, entropy=entropy(student_logits.detach()))
-            batch.averages.maximum(top_d_ratio_max=ratio)
+            metrics.mean(top_d_ratio=ratio, top_d_clip_fraction=outside, entropy=entropy(student_logits.detach()))
+            metrics.maximum(top_d_ratio_max=ratio)
             return clipped_surrogate(log_probs, old[chunk], advantages[chunk], self.clip)
 
-        return batch.token_loss(rows, 1 / (batch.coefficients("group_tokens", rows) * batch.prompts), token_loss)
+        return batch.token_loss(1 / (group_tokens * batch.prompts), token_loss), metrics

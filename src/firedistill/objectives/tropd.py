@@ -20,14 +20,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, StepBatch, TrainingBatch, register, setting, token_log_probs
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
 from firedistill.objectives.distributions import entropy, finite_logits, log_softmax
-from firedistill.rollouts.engine import Prompt, Rollout
+from firedistill.objectives.registry import register
+from firedistill.rollout import Prompt, Rollout
 from firedistill.rollouts.sampler import Sampler
 
 
@@ -66,6 +69,14 @@ def tropd_token_loss(
     return torch.where(prefix.bool(), -beta * log_p_y, torch.where(trusted.bool(), -reward * log_p_y, imitation))
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """Response tokens of the group, and the draws `[T]` of the acceptance test."""
+
+    group_tokens: int
+    uniform: Tensor
+
+
 @register("tropd")
 @dataclass
 class TrOPD(Objective):
@@ -96,36 +107,33 @@ class TrOPD(Objective):
             [prompt for prompt in prompts for _ in range(self.group_size + 1)],
             [ids for prefix in prefixes for ids in [*unguided, prefix]],
         )
-        for guided, draft in zip(rollouts[self.group_size :: self.group_size + 1], drafts, strict=True):
-            guided.draft_tokens = len(draft)
-        return rollouts
+        guided = dict(zip(rollouts[self.group_size :: self.group_size + 1], drafts, strict=True))
+        return [replace(r, draft_tokens=len(guided[r])) if r in guided else r for r in rollouts]
 
-    def prepare(self, batch: StepBatch) -> None:
-        generator = torch.Generator().manual_seed(batch.seed)
+    def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
+        generator = torch.Generator().manual_seed(step.seed)
         tokens: dict[int, int] = {}
-        for rollout in batch.rollouts:
+        for rollout in step.rollouts:
             tokens[rollout.prompt_index] = tokens.get(rollout.prompt_index, 0) + len(rollout.response_ids)
-        for rollout in batch.rollouts:
-            length = len(rollout.response_ids)
-            rollout.coefficients |= {
-                "uniform": torch.rand(length, generator=generator),
-                "prefix": (torch.arange(length) < rollout.prefix_length).float(),
-                "group_tokens": tokens[rollout.prompt_index],
-            }
+        return [
+            Prepared(tokens[rollout.prompt_index], torch.rand(len(rollout.response_ids), generator=generator))
+            for rollout in step.rollouts
+        ], Metrics()
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        (full,) = batch.teacher(rows, ["full"])
-        token_ids, uniform = batch.token_ids(rows), batch.coefficients("uniform", rows)
-        prefix = batch.coefficients("prefix", rows) > 0
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts)
+        token_ids = batch.token_ids()
+        uniform = batch.per_token([prepared.uniform for prepared in batch.prepared])
+        prefix = batch.per_token([torch.arange(len(r.response_ids)) < r.prefix_length for r in batch.rollouts]) > 0
+        group_tokens = batch.per_token([prepared.group_tokens for prepared in batch.prepared])
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             ids, in_prefix = token_ids[chunk], prefix[chunk]
-            teacher_logits = batch.teacher_head(full.hidden[chunk])
+            teacher_logits = head(full.hidden[chunk])
             old_logp = token_log_probs(student_logits.detach(), ids)  # one update per batch: the student is its own past
             teacher_logp = token_log_probs(teacher_logits, ids)
             trusted = (uniform[chunk] < trust_acceptance(teacher_logp, old_logp)) & ~in_prefix
-            batch.averages.add(
+            metrics.mean(
                 tropd_trusted=trusted[~in_prefix].float(),
                 tropd_reward=(teacher_logp - old_logp)[trusted],
                 tropd_prefix_share=in_prefix,
@@ -133,4 +141,4 @@ class TrOPD(Objective):
             )
             return tropd_token_loss(student_logits, teacher_logits, old_logp, ids, trusted, in_prefix, self.top_k, self.beta)
 
-        return batch.token_loss(rows, 1 / (batch.coefficients("group_tokens", rows) * batch.prompts), token_loss)
+        return batch.token_loss(1 / (group_tokens * batch.prompts), token_loss), metrics

@@ -17,8 +17,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from firedistill.objectives.base import Chunk, Objective, TrainingBatch, register, setting
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch
 from firedistill.objectives.distributions import entropy, finite_logits, forward_kl, log_softmax
+from firedistill.objectives.registry import register
 
 
 def veto_target(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> Tensor:
@@ -51,15 +54,13 @@ class Veto(Objective):
     def beta(self, progress: float) -> float:
         return self.beta_start + (self.beta_end - self.beta_start) * progress
 
-    def loss(self, batch: TrainingBatch) -> Tensor:
-        rows = batch.rows()
-        (full,) = batch.teacher(rows, ["full"])
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts)
         beta = self.beta(batch.progress)
 
-        def token_loss(student_logits: Tensor, chunk: Chunk) -> Tensor:
-            teacher_logits = batch.teacher_head(full.hidden[chunk])
-            loss = forward_kl(student_logits, veto_target(student_logits, teacher_logits, beta))
-            batch.averages.add(kl=loss.detach(), entropy=entropy(student_logits.detach()), veto_beta=beta)
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
+            loss = forward_kl(student_logits, veto_target(student_logits, head(full.hidden[chunk]), beta))
+            metrics.mean(kl=loss.detach(), entropy=entropy(student_logits.detach()), veto_beta=beta)
             return loss
 
-        return batch.token_mean_loss(rows, token_loss)
+        return batch.token_mean_loss(token_loss), metrics

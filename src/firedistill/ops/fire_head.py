@@ -1,19 +1,23 @@
 """FIRE from hidden states to the loss and its exact gradient, at about the price of plain self-distillation.
 
-`firedistill.objectives.fire` states the method; here is the same arithmetic arranged for speed and held against it by tests. Three
-things make the difference:
+`firedistill.objectives.fire` states the method. This module arranges the same arithmetic for speed, in two passes:
 
-- No target is ever built. The logit gradient of a target is affine in its log-probabilities (eq. app_gradient_average), so that
-  the log-ratio of `q_A` to the student is that of the full teacher less one weighted sum of residuals between teacher views, and
-  the gradient of the loss is `eta p (d_A - E_p[d_A])`. The views are read one after the other into that sum.
-- Other views are projected only at tokens where the full teacher violates the radius, since they matter nowhere else.
-- Many tokens are projected at once, which is what a matrix product likes, but only a few rows at a time are turned into
-  distributions, which then stay in the cache. The gradient takes the place of the logits it belongs to.
+    first = first_pass(head, student_hidden, token_weights, ..., teacher_hidden=full)
+    views = ...                          # the teacher's states without field j at the tokens `first.over`, [B, K, H]
+    output = first.attribute(views)      # the loss and the diagnostics
+
+- The first pass finishes every token that needs no view without a field: all tokens of correct responses, and those of wrong
+  responses where the full teacher stays inside the radius. Views without a field matter nowhere else.
+- No target is built. The logit gradient of a target is affine in its log-probabilities (eq. app_gradient_average), so the log-ratio
+  of `q_A` to the student is that of the full teacher minus a weighted sum of residuals between teacher views, and the gradient of
+  the loss is `eta p (d_A - E_p[d_A])`. The views are added to that sum one after the other.
+- Matrix products with the head take many tokens at once. Distributions are formed for a few tokens at a time, which then stay in the
+  cache. The gradient overwrites the logits it belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -22,8 +26,8 @@ from torch import Tensor
 
 from firedistill.ops.head import Head, with_gradients
 
-# Logits projected at once, in the head's dtype; there are at most three buffers of this size (student, full teacher, other views).
-# A projection reads the whole head for every chunk, so that fewer tokens at once cost more each.
+# Logits projected at once, in the head's dtype; at most three buffers of this size exist (student, full teacher, other views).
+# Every projection reads the whole head, so smaller chunks cost more per token.
 CHUNK_ELEMENTS = 2**25
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20
@@ -32,23 +36,21 @@ BLOCK_ELEMENTS_GPU = 2**24
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
 
-FieldStates = Tensor | Callable[[Tensor], Tensor]
-
 
 @dataclass
 class FireHeadOutput:
-    """The loss and what led to it, token by token. All but `loss` is detached; NaN stands where a quantity has no meaning.
+    """The loss and the diagnostics of every token. All but `loss` is detached; NaN marks undefined values.
 
     Attributes:
         loss: scalar, `sum_t w_t token_loss_t`, differentiable.
         token_loss: `[M]`, `-beta log p(y)` at tokens of correct responses, `KL(p || q_FIRE)` at the others.
         rho: `[M]`, the radius (eq. fire_radius).
-        gradient_norm: `[M]`, norm of the logit gradient of `token_loss`; at most rho, up to rounding, unless projection is off.
+        gradient_norm: `[M]`, norm of the logit gradient of `token_loss`; at most rho up to rounding, unless projection is off.
         entropy: `[M]`, of the student, in nats.
         beta: `[M]`, weight of the correct branch (eq. fire_correct); NaN at tokens of wrong responses.
         energy, chi, eta, kl: `[M]`, E_c, the gate, the contraction and `KL(p || q_c)`; NaN at tokens of correct responses.
         alpha: `[B+1, M]`, weight of the full teacher, then of the teacher without field j; NaN at tokens of correct responses.
-        field_energy: `[B, M]`, E_j; NaN where the views without a field were not read. If they never were asked for, B is 0.
+        field_energy: `[B, M]`, E_j; NaN where the views without a field were not read. B is 0 if they were not needed anywhere.
     """
 
     loss: Tensor
@@ -73,7 +75,7 @@ def fire_head_loss(
     token_ids: Tensor,
     correct: Tensor,
     teacher_hidden: Tensor,
-    loo_hidden: FieldStates | None = None,
+    loo_hidden: Tensor | None = None,
     teacher_head: Head | Tensor | None = None,
     step_scale: float = 1.0,
     log_prob_floor: float | None = None,
@@ -83,23 +85,12 @@ def fire_head_loss(
 ) -> FireHeadOutput:
     """Both branches of FIRE on M response tokens (eqs. fire_radius to fire_objective), with memory that does not grow with M.
 
+    `first_pass` does the same when the views without a field are to be computed only where they are needed.
+
     Args:
-        head: the student's, or an output embedding `[V, H]`.
-        hidden: `[M, H]`, the student's last hidden states at the positions that predict the response tokens, in the head's dtype.
-        token_weights: `[M]`, factors of the token losses, such as `1 / (N M_i)`.
-        token_ids: `[M]`, the sampled tokens; read at tokens of correct responses.
-        correct: `[M]`, bool, whether the token belongs to a correct response.
-        teacher_hidden: `[W, H]`, the EMA teacher's states with all feedback at the W tokens of wrong responses, in their order.
-        loo_hidden: `[B, W, H]`, the teacher's states without field j. Or a function that is called at most once, with the indices
-            `[K]` (ascending, into the rows of `teacher_hidden`) of the tokens where the full teacher violates the radius, if there
-            are any, and answers `[B, K, H]`; these tokens are then projected a second time. A response with fewer than B fields
-            repeats its states of the full view, whose energy is 0. None without attribution.
-        teacher_head: the teacher's, if it is not the student's.
-        step_scale: `s = max(1, a_k / a_0)`.
-        log_prob_floor: natural-log floor on normalised teacher log-probabilities; None is no floor.
-        attribution: False gives the ablation No Attribution (the full teacher, then the projection).
-        projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
-        chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.
+        loo_hidden: `[B, W, H]`, the teacher's states without field j, in the order of `teacher_hidden`. A response with fewer than B
+            fields repeats its states of the full view, whose energy is 0. None without attribution.
+        others: as in `first_pass`.
 
     Returns:
         The loss, in float32 (float64 for float64 states), with its exact gradient for `hidden` and for what is trained of the
@@ -110,6 +101,62 @@ def fire_head_loss(
     """
     if attribution and loo_hidden is None:
         raise ValueError("fire_head_loss with attribution=True needs loo_hidden; pass attribution=False to go without")
+    if attribution and loo_hidden is not None and loo_hidden.shape[1:] != teacher_hidden.shape:
+        raise ValueError(
+            f"loo_hidden {tuple(loo_hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)} do not fit: "
+            "expected [B, W, H] and [W, H]"
+        )
+    first = first_pass(
+        head,
+        hidden,
+        token_weights,
+        token_ids=token_ids,
+        correct=correct,
+        teacher_hidden=teacher_hidden,
+        teacher_head=teacher_head,
+        step_scale=step_scale,
+        log_prob_floor=log_prob_floor,
+        attribution=attribution,
+        projection=projection,
+        chunk_size=chunk_size,
+    )
+    return first.attribute(loo_hidden[:, first.over]) if attribution and loo_hidden is not None else first.output()
+
+
+def first_pass(
+    head: Head | Tensor,
+    hidden: Tensor,
+    token_weights: Tensor,
+    *,
+    token_ids: Tensor,
+    correct: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Head | Tensor | None = None,
+    step_scale: float = 1.0,
+    log_prob_floor: float | None = None,
+    attribution: bool = True,
+    projection: bool = True,
+    chunk_size: int | None = None,
+) -> FirstPass:
+    """The correct branch, and the incorrect branch as far as the full teacher alone decides it.
+
+    Args:
+        head: the student's, or an output embedding `[V, H]`.
+        hidden: `[M, H]`, the student's last hidden states at the positions that predict the response tokens, in the head's dtype.
+        token_weights: `[M]`, factors of the token losses, such as `1 / (N M_i)`.
+        token_ids: `[M]`, the sampled tokens; used at tokens of correct responses.
+        correct: `[M]`, bool, whether the token belongs to a correct response.
+        teacher_hidden: `[W, H]`, the EMA teacher's states with all feedback at the W tokens of wrong responses, in their order.
+        teacher_head: the teacher's, if it is not the student's.
+        step_scale: `s = max(1, a_k / a_0)`.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
+        attribution: False gives the ablation No Attribution (the full teacher, then the projection).
+        projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
+        chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.
+
+    Raises:
+        ValueError: a step scale below 1, or shapes that do not fit.
+    """
     if step_scale < 1:
         raise ValueError(f"step_scale is {step_scale}; it is max(1, a_k / a_0), at least 1")
     if correct.dtype != torch.bool or not len(hidden) == len(token_weights) == len(token_ids) == len(correct):
@@ -121,17 +168,17 @@ def fire_head_loss(
     if teacher_head is not None and not isinstance(teacher_head, Head):
         teacher_head = Head.of_weight(teacher_head)
     wrong = (~correct).nonzero().flatten()
-    rows = loo_hidden.shape[1] if attribution and isinstance(loo_hidden, Tensor) else len(teacher_hidden)
-    if not len(wrong) == len(teacher_hidden) == rows:
+    if len(wrong) != len(teacher_hidden):
         raise ValueError(
-            f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden has {len(teacher_hidden)} rows and loo_hidden {rows}"
+            f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden {tuple(teacher_hidden.shape)} has {len(teacher_hidden)}"
         )
-    teacher_head = teacher_head or head
-    op = _FireHead(
+    state = FirstPass(
         head=head,
-        teacher_head=teacher_head,
+        teacher_head=teacher_head or head,
         hidden=hidden,
         token_weights=token_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)),
+        wrong=wrong,
+        teacher_hidden=teacher_hidden,
         step_scale=step_scale,
         log_prob_floor=log_prob_floor,
         attribution=attribution,
@@ -141,23 +188,26 @@ def fire_head_loss(
         differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )
     with torch.no_grad(), torch.cuda.device_of(hidden):
-        op.correct_branch(correct.nonzero().flatten(), token_ids)
-        op.incorrect_branch(wrong, teacher_hidden, loo_hidden)
-    return op.output()
+        state.correct_branch(correct.nonzero().flatten(), token_ids)
+        state.incorrect_branch()
+    return state
 
 
 @dataclass
-class _FireHead:
-    """One evaluation of the op: its settings, and the statistics and gradients that it collects.
+class FirstPass:
+    """What the first pass has computed; `attribute` adds the tokens `over` and returns the output.
 
-    `correct_rows`, `full_teacher` and `attributed_rows` turn products with the heads into statistics and gradients. A subclass may do
-    so in its own way.
+    Attributes:
+        wrong: `[W]`, the tokens of wrong responses, as indices into the M tokens.
+        over: `[K]`, ascending indices into these W tokens: where the full teacher violates the radius. Empty without attribution.
     """
 
     head: Head
     teacher_head: Head
     hidden: Tensor
     token_weights: Tensor
+    wrong: Tensor
+    teacher_hidden: Tensor
     step_scale: float
     log_prob_floor: float | None
     attribution: bool
@@ -169,74 +219,72 @@ class _FireHead:
     def __post_init__(self) -> None:
         self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         names = ("token_loss", "rho", "gradient_norm", "entropy", "beta", "energy", "chi", "eta", "kl")
-        self.statistics = {name: self.unknown(len(self.hidden)) for name in names}
+        self.statistics = {name: self.undefined(len(self.hidden)) for name in names}
+        self.allocate_attribution(0)
         self.trained = self.head.trained
         self.hidden_gradient = torch.zeros_like(self.hidden)
         self.head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
+        self.over = self.wrong[:0]
+
+    def output(self) -> FireHeadOutput:
+        """The loss and the diagnostics, if no token waits for attribution."""
+        loss = (self.token_weights * self.statistics["token_loss"]).sum()
+        if self.differentiate:
+            loss = with_gradients(loss, [self.hidden, *self.trained], [self.hidden_gradient, *self.head_gradients])
+        return FireHeadOutput(loss, **self.statistics)
+
+    def attribute(self, loo_hidden: Tensor) -> FireHeadOutput:
+        """Leave-one-field-out attribution at the tokens `over`, which are projected a second time.
+
+        Args:
+            loo_hidden: `[B, K, H]`, the teacher's states without field j at the tokens `over`.
+
+        Raises:
+            ValueError: `loo_hidden` is for another number of tokens.
+        """
+        if loo_hidden.shape[1] != len(self.over):
+            raise ValueError(f"loo_hidden {tuple(loo_hidden.shape)} does not fit {len(self.over)} tokens over the radius")
+        self.allocate_attribution(len(loo_hidden))
+        tokens = self.wrong[self.over]
+        with torch.no_grad(), torch.cuda.device_of(self.hidden):
+            for part, products in self.projected(tokens):
+                full = self.teacher_head.project(self.teacher_hidden[self.over[part]])
+                self.attribute_tokens(tokens[part], products, full, loo_hidden[:, part])
+        return self.output()
+
+    # ---- The branches ------------------------------------------------------------------------------------------------------------
 
     def correct_branch(self, tokens: Tensor, token_ids: Tensor) -> None:
         """Fisher-weighted on-policy SFT (eq. fire_correct)."""
         for part, products in self.projected(tokens):
-            self.correct_rows(tokens[part], products, token_ids[tokens[part]])
+            for rows in self.blocks(products):
+                here = tokens[part][rows]
+                y, student = token_ids[here].unsqueeze(-1), self.student(products[rows])
+                log_p_y = student.log_p(y).squeeze(-1)
+                gradient = student.p.scatter_(-1, y, 0.0)
+                gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
+                norm = gradient.square().sum(-1).sqrt()
+                beta = contraction(norm, student.rho)
+                self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
+                self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
 
-    def incorrect_branch(self, wrong: Tensor, teacher_hidden: Tensor, loo_hidden: FieldStates | None) -> None:
-        """Recalibrated self-distillation (eqs. fire_gradient_energies to fire_final_target)."""
-        at_hand = loo_hidden if self.attribution and isinstance(loo_hidden, Tensor) else None
-        self.start_attribution(wrong, len(at_hand) if at_hand is not None else 0)
-        deferred = []
-        for part, products in self.projected(wrong):
-            full = self.teacher_head.project(teacher_hidden[part])
-            over = self.full_teacher(wrong[part], products, full)
-            if at_hand is not None:
-                self.attribute(wrong[part], products, full, over, at_hand[:, part][:, over])
-            elif len(over):
-                products[over] = 0.0
-                deferred.append(over + part.start)
-        if deferred:
-            over = torch.cat(deferred)
-            without = cast(Callable[[Tensor], Tensor], loo_hidden)(over)
-            self.start_attribution(wrong, len(without))
-            for part, products in self.projected(wrong[over]):
-                full = self.teacher_head.project(teacher_hidden[over[part]])
-                every = torch.arange(len(products), device=products.device)
-                self.attribute(wrong[over[part]], products, full, every, without[:, part])
-
-    def attribute(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, without: Tensor) -> None:
-        """Leave-one-field-out attribution at the K rows `over`; `without` `[B, K, H]` holds the teacher's states without field j."""
-        fields, group_size = len(without), max(1, self.chunk_size // max(1, len(without)))
-        for start in range(0, len(over), group_size):
-            group, states = over[start : start + group_size], without[:, start : start + group_size]
-            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
-            self.attributed_rows(tokens, products, full, group, views)
-
-    def start_attribution(self, wrong: Tensor, fields: int) -> None:
-        """All weight on the full teacher until the other views were read."""
-        alpha, self.statistics["field_energy"] = (
-            self.unknown(fields + 1, len(self.hidden)),
-            self.unknown(fields, len(self.hidden)),
-        )
-        alpha[0, wrong], alpha[1:, wrong] = 1.0, 0.0
-        self.statistics["alpha"] = alpha
-
-    def correct_rows(self, tokens: Tensor, products: Tensor, token_ids: Tensor) -> None:
-        """Correct branch of the C tokens `tokens` with `products` `[C, V]`, whose sampled tokens are `token_ids` `[C]`."""
-        for rows in self.blocks(products):
-            here, y = tokens[rows], token_ids[rows].unsqueeze(-1)
-            student = self.student(products[rows])
-            log_p_y = student.log_p(y).squeeze(-1)
-            gradient = student.p.scatter_(-1, y, 0.0)
-            gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
-            norm = gradient.square().sum(-1).sqrt()
-            beta = contraction(norm, student.rho)
-            self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
-            self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
+    def incorrect_branch(self) -> None:
+        """What the full teacher alone decides (eqs. fire_gradient_energies, fire_evidence); finds the tokens `over`."""
+        over = []
+        for part, products in self.projected(self.wrong):
+            full = self.teacher_head.project(self.teacher_hidden[part])
+            waiting = self.full_teacher(self.wrong[part], products, full)
+            products[waiting] = 0.0  # no gradient yet
+            over.append(waiting + part.start)
+        if over:
+            self.over = torch.cat(over)
 
     def full_teacher(self, tokens: Tensor, products: Tensor, full: Tensor) -> Tensor:
-        """All that the full teacher alone decides. Finishes the rows that need no other view and answers which ones do.
+        """Finishes the tokens that need no other view; returns the positions of those that do.
 
         `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`.
         """
-        over = []
+        waiting = []
         for rows in self.blocks(products):
             here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
             ratio = student.centred_ratio(student.logits, log_q_c)
@@ -252,48 +300,53 @@ class _FireHead:
             self.record(here, rho=student.rho, entropy=student.entropy, energy=energy, chi=chi, kl=kl, eta=eta)
             done = ~outside if self.attribution else torch.ones_like(outside)
             self.finish(products, rows, here, student, gradient, norm, eta, loss, done)
-            over.append(rows[~done])
-        return torch.cat(over)
+            waiting.append(rows[~done])
+        return torch.cat(waiting)
 
-    def attributed_rows(self, tokens: Tensor, products: Tensor, full: Tensor, group: Tensor, views: Tensor) -> None:
-        """Attribution at the K rows `group`, given the teacher's products without each field, `views` `[B, K, V]`."""
-        for block in self.blocks(group):
-            rows, here = group[block], tokens[group[block]]
-            student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
-            # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
-            # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
-            shift = torch.zeros_like(log_q_c)
-            evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
-            for j, view in enumerate(views):
-                residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
-                field_energy = (student.p * residual).square_().sum(-1)
-                self.statistics["field_energy"][j, here] = field_energy
-                evidence.append(self.statistics["chi"][here] * field_energy)
-                shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
-            total = cast(Tensor, sum(evidence))
-            alpha = torch.stack(evidence) / total
-            shift /= total.unsqueeze(-1)
-            ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
-            gradient = student.p * ratio
-            norm = gradient.square().sum(-1).sqrt()
-            eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
-            self.record(here, eta=eta, alpha=alpha)
-            loss = student.divergence(ratio, eta, log_q_c.add_(shift))
-            self.finish(products, rows, here, student, gradient, norm, eta, loss)
+    def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, loo_hidden: Tensor) -> None:
+        """Attribution, then projection, at the C tokens `tokens` (eqs. fire_attribution_weights to fire_final_target).
+
+        The views are projected for `chunk_size / B` tokens at a time.
+        """
+        fields, group_size = len(loo_hidden), max(1, self.chunk_size // max(1, len(loo_hidden)))
+        for group in torch.arange(len(tokens), device=tokens.device).split(group_size):
+            views = self.teacher_head.project(loo_hidden[:, group].flatten(0, 1)).view(fields, len(group), products.shape[-1])
+            for block in self.blocks(group):
+                rows, here = group[block], tokens[group[block]]
+                student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
+                # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
+                # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
+                shift = torch.zeros_like(log_q_c)
+                evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
+                for j, view in enumerate(views):
+                    residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
+                    field_energy = (student.p * residual).square_().sum(-1)
+                    self.statistics["field_energy"][j, here] = field_energy
+                    evidence.append(self.statistics["chi"][here] * field_energy)
+                    shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
+                total = cast(Tensor, sum(evidence))
+                shift /= total.unsqueeze(-1)
+                ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
+                gradient = student.p * ratio
+                norm = gradient.square().sum(-1).sqrt()
+                eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
+                self.record(here, eta=eta, alpha=torch.stack(evidence) / total)
+                loss = student.divergence(ratio, eta, log_q_c.add_(shift))
+                self.finish(products, rows, here, student, gradient, norm, eta, loss)
 
     def finish(
         self,
         products: Tensor,
         rows: Tensor,
         tokens: Tensor,
-        student: _Student,
+        student: StudentDistributions,
         gradient: Tensor,
         norm: Tensor,
         scale: Tensor,
         loss: Tensor,
         done: Tensor | None = None,
     ) -> None:
-        """Records these rows, and puts the gradient of the loss in the place of their products, all of them or those `done`.
+        """Record these tokens, and overwrite their products with the gradient of the loss: all of them, or those `done`.
 
         `gradient` `[C, V]`, of norm `norm`, times `scale` is the logit gradient of the token losses `loss`; it is overwritten.
         """
@@ -303,10 +356,12 @@ class _FireHead:
             (gradient,) = torch.autograd.grad(student.attached_logits, student.products, gradient)
             products[rows if done is None else rows[done]] = gradient if done is None else gradient[done]
 
-    def projected(self, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Projects the student's states at these tokens in chunks: yields which of them, and their `[C, V]` products with the head.
+    # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 
-        Whoever iterates leaves the gradient of the loss in the place of the products; it is then carried back through the head.
+    def projected(self, tokens: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Project the student's states at these tokens in chunks: the slice of `tokens`, and their `[C, V]` products with the head.
+
+        The caller overwrites the products with the gradient of the loss, which is then carried back through the head.
         """
         for start in range(0, len(tokens), self.chunk_size):
             part = slice(start, min(start + self.chunk_size, len(tokens)))
@@ -321,14 +376,14 @@ class _FireHead:
                     accumulated += gradient
 
     def blocks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Indices of a few rows at a time."""
+        """Positions of a few rows at a time."""
         return torch.arange(len(rows), device=rows.device).split(self.block_size)
 
-    def student(self, products: Tensor) -> _Student:
+    def student(self, products: Tensor) -> StudentDistributions:
         products.requires_grad_(self.differentiate)
         with torch.set_grad_enabled(self.differentiate):
             logits = self.head.logits(products)
-        return _Student(products, logits, self.step_scale)
+        return StudentDistributions(products, logits, self.step_scale)
 
     def teacher_logits(self, products: Tensor) -> Tensor:
         """`[C, V]` finite logits, raised to the floor on log-probabilities."""
@@ -337,22 +392,22 @@ class _FireHead:
             return logits
         return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + self.log_prob_floor)
 
-    def unknown(self, *shape: int) -> Tensor:
+    def allocate_attribution(self, fields: int) -> None:
+        """All weight on the full teacher until the views are read."""
+        alpha, self.statistics["field_energy"] = (self.undefined(n, len(self.hidden)) for n in (fields + 1, fields))
+        alpha[0, self.wrong], alpha[1:, self.wrong] = 1.0, 0.0
+        self.statistics["alpha"] = alpha
+
+    def undefined(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.hidden.device)
 
     def record(self, tokens: Tensor, **values: Tensor) -> None:
         for name, value in values.items():
             self.statistics[name][..., tokens] = value
 
-    def output(self) -> FireHeadOutput:
-        loss = (self.token_weights * self.statistics["token_loss"]).sum()
-        if self.differentiate:
-            loss = with_gradients(loss, [self.hidden, *self.trained], [self.hidden_gradient, *self.head_gradients])
-        return FireHeadOutput(loss, **self.statistics)
 
-
-class _Student:
-    """The student's distributions at a few tokens, and what is measured with them.
+class StudentDistributions:
+    """The student's distributions at a few tokens, and the quantities measured with them.
 
     As in `firedistill.objectives.distributions`, `1 - p_top` is the sum of the other probabilities, never a subtraction, and
     log-ratios are shifted to be exactly 0 at the most likely token.
@@ -380,7 +435,7 @@ class _Student:
     def centred_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """`d - E_p[d]`, `[C, V]`, for the log-ratio `d` of two distributions given by logits; times p it is eq. app_gradient.
 
-        Close logits have an exact difference, which is why it is taken first.
+        The difference of close logits is exact, so it is computed first.
         """
         ratio = (a - b).sub_(a.gather(-1, self.top) - b.gather(-1, self.top))
         return ratio.sub_((self.p * ratio).sum(-1, keepdim=True))

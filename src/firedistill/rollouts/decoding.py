@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
-from firedistill.rollouts.engine import Sampling
+from firedistill.rollout import Sampling
 from firedistill.rollouts.sampling import choose_tokens, penalise_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}

@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, teacher_messages
-from firedistill.rollouts.engine import Prompt, Response, Rollout, RolloutEngine, Sampling
-from firedistill.tasks import Task
+from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages, teacher_messages
+from firedistill.rollout import Prompt, Response, Rollout, Sampling
+from firedistill.rollouts.engine import RolloutEngine
+from firedistill.tasks import Example, Task
 from firedistill.tasks.guard import TaskFault
+from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
 
+def fitting_prompts(
+    task: Task,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    sampling: Sampling,
+    budget: TokenBudget,
+    first_index: int = 0,
+) -> tuple[list[Prompt], list[Example]]:
+    """Student prompts within the budget, and the examples that are left out; the log names them.
+
+    The limit is `budget.prompt`, or `budget.context` minus the longest response. An example is also left out if its prompt cannot be
+    built: the task's function or the chat template raised.
+    """
+    limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
+    prompts, skipped = [], []
+    for position, example in enumerate(examples):
+        try:
+            ids = encoder.encode(student_messages(task, example))
+            reason = f"its prompt has {len(ids)} tokens, the limit is {limit}" if len(ids) > limit else None
+        except Exception as error:
+            reason = f"its prompt cannot be built ({type(error).__name__}: {error})"
+        if reason is None:
+            prompts.append(Prompt(example, ids, first_index + position))
+        else:
+            logger.warning("%s left out: %s", example.uid, reason)
+            skipped.append(example)
+    return prompts, skipped
+
+
 @dataclass
 class Sampler:
-    """Samples for one step. Every call draws from its own seed, so that a step can be repeated.
+    """Samples and judges the responses of one step. Every call draws from its own seed, so that a step can be repeated.
 
     Attributes:
         engine: generates with the weights that the model has at the time.
-        sampling: the law of all responses and drafts.
-        teacher: context manager under which the model has the EMA teacher's weights; needed for drafts only.
+        sampling: the sampling parameters of all responses and drafts.
+        teacher: the EMA teacher; needed for drafts only.
         seed: of the step and process.
-        progress: told the number of responses that are done.
+        progress: called with the number of responses that are done.
     """
 
     engine: RolloutEngine
@@ -32,7 +62,7 @@ class Sampler:
     encoder: PromptEncoder
     sampling: Sampling
     budget: TokenBudget
-    teacher: Callable[[], AbstractContextManager] = nullcontext
+    teacher: Teacher | None = None
     seed: int = 0
     progress: Callable[[int], None] | None = None
     calls: int = field(default=0, init=False)
@@ -68,33 +98,28 @@ class Sampler:
     def teacher_drafts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Responses of the EMA teacher to its own prompt, with the feedback on an empty response; token ids.
 
-        Empty where that prompt leaves no room within the context budget, or where the task gives no feedback.
+        Empty where that prompt exceeds the context budget, or where the task gives no feedback.
         """
-        requests: list[list[int] | None] = []
-        for prompt in prompts:
-            try:
-                feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
-            except TaskFault as fault:
-                logger.warning("%s; no draft", fault)
-                requests.append(None)
-                continue
-            fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
-            requests.append(self.encoder.encode(teacher_messages(self.task, prompt.example, fitted)))
-        fits = [
-            request is not None and len(request) + self.sampling.max_new_tokens <= self.budget.context for request in requests
-        ]
-        for prompt, request, has_room in zip(prompts, requests, fits, strict=True):
-            if request is not None and not has_room:
-                logger.warning("%s: no draft, the teacher's prompt is over the context budget", prompt.example.uid)
-        with self.teacher():
+        assert self.teacher is not None  # the trainer passes it
+        requests = [self._draft_prompt(prompt) for prompt in prompts]
+        with self.teacher.weights.applied():
             drafts = iter(
-                self.engine.generate(
-                    [request for request, has_room in zip(requests, fits, strict=True) if request is not None and has_room],
-                    self.sampling,
-                    self._next_seed(),
-                )
+                self.engine.generate([request for request in requests if request is not None], self.sampling, self._next_seed())
             )
-        return [next(drafts).token_ids if has_room else [] for has_room in fits]
+        return [[] if request is None else next(drafts).token_ids for request in requests]
+
+    def _draft_prompt(self, prompt: Prompt) -> list[int] | None:
+        try:
+            feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
+        except TaskFault as fault:
+            logger.warning("%s; no draft", fault)
+            return None
+        fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
+        ids = self.encoder.encode(teacher_messages(self.task, prompt.example, fitted))
+        if len(ids) + self.sampling.max_new_tokens > self.budget.context:
+            logger.warning("%s: no draft, the teacher's prompt is over the context budget", prompt.example.uid)
+            return None
+        return ids
 
     def _next_seed(self) -> int:
         self.calls += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from firedistill.rollouts.engine import Sampling
+from firedistill.rollout import Sampling
 
 CANDIDATES = 128
 

@@ -1,4 +1,4 @@
-"""The EMA teacher: a float32 shadow of the trainable parameters over the one base model (eq. sdpo_updates)."""
+"""The teacher's weights: a float32 moving average of the trainable parameters over the one base model (eq. sdpo_updates)."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
-class EMATeacher:
+class EMAWeights:
     """Exponential moving average of the student's trainable parameters (for LoRA: of A and B, not of their product).
 
-    At the start it is an exact copy of the student. It has no module of its own: `applied` lends its weights to the student's
-    modules for the length of a forward pass, so one base model serves both.
+    It starts as an exact copy of the student. It has no modules: `applied` puts its weights into the student's modules for a forward
+    pass, so one base model serves both.
 
     Args:
-        model: the student, with its adapter already in place.
+        model: the student with its adapter.
         rate: `1 - mu`, the weight of the new student in each update.
 
     Raises:
-        ValueError: nothing is trainable, or the rate is outside (0, 1].
+        ValueError: no parameter is trainable, or the rate is outside (0, 1].
     """
 
     def __init__(self, model: nn.Module, rate: float):
         if not 0 < rate <= 1:
-            raise ValueError(f"ema_rate is {rate}; it is 1 - mu, the weight of the new student, and lies in (0, 1]")
+            raise ValueError(f"ema_rate is {rate}; expected 1 - mu, the weight of the new student, in (0, 1]")
         self.model, self.rate = model, rate
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
-            raise ValueError("the model has no trainable parameter; add an adapter before the teacher is made")
+            raise ValueError("the model has no trainable parameter; add an adapter before creating the teacher")
         self.shadow: dict[str, Tensor] = {}
         self.copy_student()
 
@@ -43,7 +43,7 @@ class EMATeacher:
 
     @torch.no_grad()
     def update(self) -> None:
-        """`teacher <- mu teacher + (1 - mu) student`; to be called after each executed optimizer update."""
+        """`teacher <- mu teacher + (1 - mu) student`."""
         students = [p.detach().float() for p in self.parameters.values()]
         torch._foreach_lerp_(list(self.shadow.values()), students, self.rate)
 
@@ -51,7 +51,7 @@ class EMATeacher:
     def applied(self) -> Iterator[None]:
         """Run the student's modules with the teacher's weights, in evaluation mode (no dropout, caches allowed), without gradient.
 
-        The student's tensors and its training flags are put back untouched.
+        The student's tensors and training flags are restored.
         """
         student = {name: p.data for name, p in self.parameters.items()}
         training = [module for module in self.model.modules() if module.training]
@@ -97,13 +97,11 @@ class EMATeacher:
         try:
             stored = load_file(path)
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged ({error}); take an earlier checkpoint") from error
+            raise ValueError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
         mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
         mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
         if mismatch:
-            raise ValueError(
-                f"{path} was made for another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}"
-            )
+            raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}")
         with torch.no_grad():
             for name, tensor in self.shadow.items():
-                tensor.copy_(stored[name])  # in place: where a tensor lies in memory can change how products with it round
+                tensor.copy_(stored[name])  # in place: the address of a tensor can change how products with it round

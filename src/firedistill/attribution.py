@@ -1,0 +1,135 @@
+"""What the feedback does to the tokens of a response: both branches of FIRE, computed for single responses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from firedistill.models.states import inference_mode, score_responses
+from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
+from firedistill.ops import Head
+from firedistill.ops.head import chunks
+from firedistill.prompts import View, student_messages
+from firedistill.rollout import Rollout
+from firedistill.step import add_feedback
+from firedistill.tasks.guard import TaskFault
+from firedistill.teacher import Teacher
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Inspection:
+    """A judged rollout with its feedback, and per token of its response the quantities of both branches."""
+
+    rollout: Rollout
+    tokens: list[str]
+    target: FireTarget
+    beta: torch.Tensor
+
+
+@dataclass
+class Inspector:
+    """Computes both branches of FIRE, whatever the verdict and the method of the run.
+
+    Attributes:
+        step_scale: `s = max(1, a_k / a_0)`, for instance at the peak learning rate.
+        max_feedback_tokens: longer feedback is cut.
+    """
+
+    model: PreTrainedModel
+    teacher: Teacher
+    head: Head
+    step_scale: float = 1.0
+    log_prob_floor: float | None = None
+    max_feedback_tokens: int = 768
+
+    @torch.no_grad()
+    def inspect(self, rollout: Rollout) -> Inspection:
+        """Score a response with the student and every teacher view.
+
+        Raises:
+            ValueError: the task cannot give feedback, or the response is empty.
+        """
+        if not rollout.response_ids:
+            raise ValueError(f"{rollout.example.uid}: the response is empty")
+        teacher = self.teacher
+        try:
+            rollout, _ = add_feedback(rollout, teacher.task, teacher.encoder, self.max_feedback_tokens)
+        except TaskFault as fault:
+            raise ValueError(str(fault)) from fault
+        with inference_mode(self.model):
+            student = score_responses(self.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
+        views: list[View] = ["full", *range(len(rollout.feedback))]
+        states = [view.hidden for view in teacher.states([rollout], views)]
+        teacher.forget()
+        token_ids = torch.tensor(rollout.response_ids, device=student.device)
+        targets, betas = [], []
+        for chunk in chunks(student, self.head):
+            logits = self.head(student[chunk])
+            full, *without = (teacher.head(view[chunk]) for view in states)
+            target = fire_target(
+                logits,
+                full,
+                torch.stack(without) if without else None,
+                step_scale=self.step_scale,
+                log_prob_floor=self.log_prob_floor,
+                attribution=bool(without),
+            )
+            targets.append(target)
+            betas.append(sft_weight(logits, token_ids[chunk], self.step_scale))
+        names = [name for name in FireTarget.__dataclass_fields__ if name != "log_probs"]
+        joined = {name: torch.cat([getattr(target, name) for target in targets], dim=-1) for name in names}
+        tokens = [str(teacher.encoder.tokenizer.decode([token])) for token in rollout.response_ids]
+        return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
+
+    def record(self, inspection: Inspection) -> dict[str, Any]:
+        """What the attribution view of a report shows: strings, and numbers per token; those of the fields as one list per field."""
+        rollout, target = inspection.rollout, inspection.target
+
+        def numbers(values: torch.Tensor) -> list[float]:
+            return [float(f"{value:.6g}") for value in values.tolist()]
+
+        return {
+            "uid": rollout.example.uid,
+            "prompt": self.teacher.encoder.render(student_messages(self.teacher.task, rollout.example)),
+            "correct": rollout.verdict.correct,
+            "submitted": str(rollout.verdict.submitted),
+            "expected": str(rollout.verdict.expected),
+            "fields": [{"name": field.name, "text": field.text} for field in rollout.feedback],
+            "tokens": inspection.tokens,
+            "rho": numbers(target.rho),
+            "gradient_norm": numbers(target.energy.sqrt()),
+            "chi": numbers(target.chi),
+            "alpha_full": numbers(target.alpha[0]),
+            "alpha": [numbers(of_field) for of_field in target.alpha[1:]],
+            "energy": [numbers(of_field) for of_field in target.field_energy],
+            "eta": numbers(target.eta),
+            "beta": numbers(inspection.beta),
+        }
+
+    def wrong_answers(self, rollouts: Sequence[Rollout], count: int) -> list[dict[str, Any]]:
+        """Records of the first wrong responses, `count` of them; those that cannot be inspected are logged."""
+        records: list[dict[str, Any]] = []
+        for rollout in rollouts:
+            if len(records) < count and rollout.response_ids and not rollout.verdict.correct:
+                try:
+                    records.append(self.record(self.inspect(rollout)))
+                except ValueError as error:
+                    logger.warning("%s: left out of the attribution", error)
+        return records
+
+
+def save_attribution(records: Sequence[dict[str, Any]], folder: Path, step: int) -> Path:
+    """Write `attribution/step_000010.json` into a run directory, from which `firedistill report` shows it."""
+    path = folder / "attribution" / f"step_{step:06d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"step": step, "examples": list(records)}), encoding="utf-8")
+    return path

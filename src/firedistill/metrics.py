@@ -1,0 +1,100 @@
+"""Diagnostics of a training step."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Metrics:
+    """Means, maxima, totals and seconds, by the name of their column in `metrics.jsonl`.
+
+    Every stage of a step returns its own; `merge` joins them. Tensors stay on their device until `on_host` or `row`, so that a step
+    waits for the device once. Sums are added in the order in which the values came, however they are grouped into stages.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[Tensor]] = defaultdict(list)
+        self.counts: dict[str, int] = defaultdict(int)
+        self.maxima: dict[str, Tensor] = {}
+        self.totals: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def mean(self, **values: Tensor | float) -> None:
+        """Add values to means; every element of a tensor counts once."""
+        for name, value in values.items():
+            value = torch.as_tensor(value)
+            if value.numel():
+                self.sums[name].append(value.detach().float().sum())
+                self.counts[name] += value.numel()
+
+    def maximum(self, **values: Tensor) -> None:
+        """Add values to maxima."""
+        for name, value in values.items():
+            if value.numel():
+                largest = value.detach().float().max()
+                self.maxima[name] = torch.maximum(largest, self.maxima[name]) if name in self.maxima else largest
+
+    def total(self, **amounts: int) -> None:
+        """Add amounts to totals over the step and all processes."""
+        for name, amount in amounts.items():
+            self.totals[name] += int(amount)
+
+    @contextmanager
+    def timed(self, name: str, device: torch.device) -> Iterator[None]:
+        """Add the wall time of the block, the work of the device included. The slowest process counts."""
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        self.seconds[name] += time.perf_counter() - start
+
+    def on_host(self) -> Metrics:
+        """A copy of CPU numbers that can be sent to another process."""
+        copy = Metrics().merge([self])
+        copy.sums = defaultdict(list, {name: [sum_in_order(parts).cpu()] for name, parts in self.sums.items()})
+        copy.maxima = {name: value.cpu() for name, value in self.maxima.items()}
+        return copy
+
+    def merge(self, others: Iterable[Metrics]) -> Metrics:
+        """Add what other stages of this process found; returns `self`."""
+        for other in others:
+            for name, parts in other.sums.items():
+                self.sums[name].extend(parts)
+                self.counts[name] += other.counts[name]
+            self.maximum(**other.maxima)
+            self.total(**other.totals)
+            for name, seconds in other.seconds.items():
+                self.seconds[name] += seconds
+        return self
+
+    def row(self) -> dict[str, float]:
+        """The values as numbers, by column."""
+        means = {name: float(sum_in_order(parts)) / self.counts[name] for name, parts in self.sums.items()}
+        return {**self.seconds, **self.totals, **means, **{name: float(value) for name, value in self.maxima.items()}}
+
+
+def over_processes(parts: Iterable[Metrics]) -> Metrics:
+    """The metrics of all processes as one: seconds are those of the slowest process."""
+    parts = list(parts)
+    joined = Metrics().merge(parts)
+    joined.seconds = defaultdict(float, {name: max(part.seconds[name] for part in parts) for name in joined.seconds})
+    return joined
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock reads what the work took."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

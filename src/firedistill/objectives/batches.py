@@ -1,0 +1,169 @@
+"""What a method can read: the rollouts of a step before any gradient, and those of one micro-batch with the student's states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
+from firedistill.metrics import Metrics
+from firedistill.models.states import ResponseStates, inference_mode, score_responses
+from firedistill.objectives.distributions import log_softmax
+from firedistill.ops.head import Head, TokenLoss, chunked_token_loss, chunks
+from firedistill.rollout import Rollout
+from firedistill.teacher import Teacher
+
+
+@dataclass
+class Step:
+    """The trained rollouts of a step (on this process) before any gradient: what `Objective.prepare` reads.
+
+    The members of a group, the responses to one prompt, are on one process.
+
+    Attributes:
+        rollouts: in the order in which they were sampled.
+        prompts: prompts of the step over all processes, including those that were left out.
+        progress: `k / (K - 1)` for step k = 0, 1, ... of K; 0 in a run of one step.
+        seed: of this step and process, for random draws of the method; the same in a resumed run.
+        model, head: the live student.
+        teacher: the EMA teacher.
+        limit: padded tokens per forward pass of the student.
+        metrics: the seconds that scoring took.
+    """
+
+    rollouts: Sequence[Rollout]
+    prompts: int
+    progress: float
+    seed: int
+    model: nn.Module
+    head: Head
+    teacher: Teacher
+    limit: BatchLimit = field(
+        default_factory=lambda: BatchLimit(8192, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
+    )
+    metrics: Metrics = field(default_factory=Metrics)
+
+    def student_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """`log p(y_t)` of the sampled tokens under the live student, frozen; one `[T]` CPU tensor per rollout."""
+        prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
+        with self.metrics.timed("seconds_score", self.teacher.device), inference_mode(self.model):
+            for attempt in self.limit.attempts():
+                with attempt:
+                    states = score_responses(self.model, prompts, responses, max_tokens=self.limit.size)
+        return sampled_log_probs(self.head, states, rollouts)
+
+    def teacher_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """`log q(y_t)` of the sampled tokens under the teacher that sees all feedback; one `[T]` CPU tensor per rollout."""
+        return sampled_log_probs(self.teacher.head, self.teacher.full(rollouts), rollouts)
+
+    def sum_over_processes(self, value: float) -> float:
+        """The sum over all processes; every process must call it."""
+        return sum(gather_object([value]))
+
+    def max_over_processes(self, value: float) -> float:
+        """The maximum over all processes; every process must call it."""
+        return max(gather_object([value]))
+
+
+@dataclass
+class MicroBatch:
+    """Trained rollouts that share a forward and backward pass: what `Objective.loss` reads.
+
+    Attributes:
+        rollouts: in the order of `student`.
+        prepared: what `Objective.prepare` returned for each of them.
+        student: live hidden states at the response positions, with gradient.
+        head: the student's head.
+        teacher: the EMA teacher.
+        responses: N, the responses to all prompts of the update over all micro-batches and processes, including those that were
+            left out of training.
+        prompts: the prompts that they answer.
+        progress: as in `Step`.
+        step_scale: `s = max(1, a_k / a_0)` of the step.
+        log_prob_floor: floor on normalized teacher log-probabilities, or None.
+    """
+
+    rollouts: Sequence[Rollout]
+    prepared: Sequence[Any]
+    student: ResponseStates
+    head: Head
+    teacher: Teacher
+    responses: int = 1
+    prompts: int = 1
+    progress: float = 0.0
+    step_scale: float = 1.0
+    log_prob_floor: float | None = None
+
+    @property
+    def correct(self) -> MicroBatch:
+        """The part with correct responses."""
+        return self.select([i for i, rollout in enumerate(self.rollouts) if rollout.verdict.correct])
+
+    @property
+    def wrong(self) -> MicroBatch:
+        """The part with wrong responses."""
+        return self.select([i for i, rollout in enumerate(self.rollouts) if not rollout.verdict.correct])
+
+    def select(self, indices: Sequence[int]) -> MicroBatch:
+        """The part with these rollouts, in this order."""
+        rollouts, prepared = [self.rollouts[i] for i in indices], [self.prepared[i] for i in indices]
+        return replace(self, rollouts=rollouts, prepared=prepared, student=self.student.select(indices))
+
+    def token_ids(self) -> Tensor:
+        """Sampled tokens, end to end; `[M]`."""
+        ids = [token for rollout in self.rollouts for token in rollout.response_ids]
+        return torch.tensor(ids, dtype=torch.long, device=self.student.hidden.device)
+
+    def per_token(self, values: Sequence[float | Tensor]) -> Tensor:
+        """One value per rollout, a number (repeated for each of its tokens) or a `[T]` tensor, end to end; `[M]`."""
+        dtype = torch.promote_types(self.student.hidden.dtype, torch.float32)
+        parts = [
+            torch.as_tensor(value, dtype=dtype).expand(len(rollout.response_ids))
+            for value, rollout in zip(values, self.rollouts, strict=True)
+        ]
+        return torch.cat(parts or [torch.empty(0, dtype=dtype)]).to(self.student.hidden.device)
+
+    def token_loss(self, token_weights: Tensor, token_loss: TokenLoss) -> Tensor:
+        """`sum_it w_it loss_it` over all tokens.
+
+        Args:
+            token_weights: `[M]`, detached.
+            token_loss: `token_loss(student_logits [C, V], chunk)` returns the losses `[C]` of the tokens in the slice `chunk` of M.
+        """
+        return chunked_token_loss(self.head, self.student.hidden, token_weights, token_loss)
+
+    def token_mean_loss(self, token_loss: TokenLoss) -> Tensor:
+        """`1/N sum_i 1/M_i sum_t loss_it` (eq. fire_objective)."""
+        return self.token_loss(self.student.token_weights() / self.responses, token_loss)
+
+
+@torch.no_grad()
+def map_tokens(head: Head, states: ResponseStates, function: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
+    """`function(logits [C, V], chunk)` `[..., C]` over all tokens, logits only in chunks; one `[..., T]` tensor per response."""
+    if not states.lengths:
+        return []
+    hidden = states.hidden.detach()
+    parts = [function(head(hidden[chunk]), chunk) for chunk in chunks(hidden, head)]
+    return (
+        list(torch.cat(parts, dim=-1).split(states.lengths, dim=-1)) if parts else [hidden.new_empty(0)] * len(states.lengths)
+    )
+
+
+def sampled_log_probs(head: Head, states: ResponseStates, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """Log-probabilities of the sampled tokens at temperature 1 over the whole vocabulary; one `[T]` CPU tensor per rollout."""
+    ids = torch.tensor([token for r in rollouts for token in r.response_ids], dtype=torch.long, device=states.hidden.device)
+
+    def log_probs(logits: Tensor, chunk: slice) -> Tensor:
+        return token_log_probs(logits, ids[chunk])
+
+    return [values.cpu() for values in map_tokens(head, states, log_probs)]
+
+
+def token_log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """`log softmax(z)(y)` per position, differentiable; `[..., V]` logits and `[...]` token ids to `[...]`."""
+    return log_softmax(logits).gather(-1, token_ids.unsqueeze(-1)).squeeze(-1)

@@ -1,0 +1,177 @@
+"""One training step as functions: from judged rollouts to the micro-batches of its updates."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from firedistill.metrics import Metrics
+from firedistill.objectives import Objective
+from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback
+from firedistill.rollout import Rollout
+from firedistill.tasks import Task
+from firedistill.tasks.guard import TaskFault
+from firedistill.teacher import Teacher
+
+logger = logging.getLogger(__name__)
+
+
+def learning_rate_factor(step: int, warmup: int, total: int, kind: str = "cosine") -> float:
+    """The rate of step 1, 2, ..., total as a share of the peak: `step / warmup`, then a cosine that reaches 0 at step total + 1.
+
+    Args:
+        kind: "cosine", or "constant" for the peak rate after the warm-up.
+    """
+    if step <= warmup:
+        return step / warmup
+    if kind == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / (total + 1 - warmup))))
+
+
+def step_seed(seed: int, step: int, process: int = 0) -> int:
+    """The sampling seed of step 0, 1, ... on a process: a resumed run samples what the uninterrupted one would have sampled."""
+    return ((seed * 1_000_003 + step) * 1_009 + process) % 2**63
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
+    """How the responses of a step look. Those that begin with the teacher's own tokens are counted apart."""
+    metrics = Metrics()
+    metrics.total(generated_tokens=sum(rollout.generated_tokens for rollout in rollouts))
+    for rollout in rollouts:
+        correct = float(rollout.verdict.correct)
+        if rollout.prefix_length:
+            metrics.mean(guided_correct_rate=correct, prefix_length=float(rollout.prefix_length))
+            continue
+        metrics.mean(
+            correct_rate=correct,
+            truncated_rate=float(not rollout.response.finished),
+            response_length=float(len(rollout.response_ids)),
+            well_formed_rate=float(rollout.verdict.well_formed),
+        )
+    return metrics
+
+
+def add_feedback(rollout: Rollout, task: Task, encoder: PromptEncoder, max_tokens: int) -> tuple[Rollout, list[str]]:
+    """The rollout with the task's feedback about its response, and the names of the fields that were cut to `max_tokens` in all.
+
+    Raises:
+        TaskFault: the task gives no feedback.
+    """
+    feedback = task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+    fitted, cut = fit_feedback(feedback, encoder, max_tokens)
+    return replace(rollout, feedback=fitted), cut
+
+
+@dataclass
+class Selection:
+    """The rollouts of a step, and those among them that enter the loss.
+
+    Attributes:
+        rollouts: all of them, with feedback where the method needs a teacher.
+        trained: the part that trains.
+        metrics: why the others do not, and `naive_teacher_tokens`, what one forward pass per teacher view would read.
+    """
+
+    rollouts: list[Rollout] = field(default_factory=list)
+    trained: list[Rollout] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+def select_rollouts(
+    rollouts: Sequence[Rollout], objective: Objective, teacher: Teacher, budget: TokenBudget, drop_unfinished: bool = False
+) -> Selection:
+    """Build the feedback that the method needs and decide which rollouts train.
+
+    Left out are responses without tokens or without a verdict, those that the method does not train on, those whose task gives no
+    feedback, and those whose teacher prompt is over the context budget. The divisors of the loss stay those of the full step.
+
+    Args:
+        drop_unfinished: also leave out responses without end-of-sequence or without a well-formed answer line.
+    """
+    selection = Selection()
+    for rollout in rollouts:
+        reason = None
+        if rollout.verdict.failed or not rollout.response_ids:
+            reason = "failed_verdicts" if rollout.verdict.failed else "empty_responses"
+        elif not objective.trains(rollout):
+            selection.rollouts.append(rollout)
+            continue
+        elif drop_unfinished and not (rollout.response.finished and rollout.verdict.well_formed):
+            reason = "dropped_unfinished"
+        elif objective.needs_teacher(rollout):
+            uid = rollout.example.uid
+            try:
+                rollout, cut = add_feedback(rollout, teacher.task, teacher.encoder, budget.feedback)
+            except TaskFault as fault:
+                logger.warning("%s; the response is left out of training", fault)
+                reason = "failed_feedback"
+            else:
+                if cut:
+                    selection.metrics.total(cut_feedback_fields=len(cut))
+                    logger.warning("%s: feedback over %d tokens; cut: %s", uid, budget.feedback, ", ".join(cut))
+                if teacher.view_tokens(rollout, "full") > budget.context:
+                    logger.warning("%s left out: its teacher view is longer than max_context_tokens", uid)
+                    reason = "skipped_over_budget"
+        selection.rollouts.append(rollout)
+        if reason is not None:
+            selection.metrics.total(**{reason: 1})
+            continue
+        selection.trained.append(rollout)
+        naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout))
+        selection.metrics.total(naive_teacher_tokens=naive)
+    return selection
+
+
+@dataclass
+class Update:
+    """This process's part of one optimizer update.
+
+    Attributes:
+        rollouts: with what `Objective.prepare` returned for each of them.
+        prompts: prompts of the update over all processes, including those that were left out.
+        trained_rollouts: rollouts of the update over all processes.
+    """
+
+    rollouts: list[tuple[Rollout, Any]]
+    prompts: int
+    trained_rollouts: int
+
+    def micro_batches(self, count: int, smallest: int) -> list[list[tuple[Rollout, Any]]]:
+        """The rollouts in `count` lists; those of similar length share one, which saves padding.
+
+        Where few rollouts train, the first micro-batches have `smallest` rollouts, as in a full step, and the last ones are empty.
+        """
+        ordered = sorted(self.rollouts, key=lambda item: len(item[0].prompt_ids) + len(item[0].response_ids))
+        size = max(math.ceil(len(ordered) / count), smallest)
+        return [ordered[i * size : (i + 1) * size] for i in range(count)]
+
+
+def plan_updates(
+    objective: Objective, rollouts: list[tuple[Rollout, Any]], prompts: int, draw: random.Random, process: int, processes: int
+) -> list[Update]:
+    """The optimizer updates of a step: one, unless the method wants several.
+
+    Updates without a rollout are left out, except for the last one of a step that has none at all.
+
+    Args:
+        rollouts: the trained ones of this process, prepared.
+        prompts: prompts of the step over all processes.
+        draw: alike on every process.
+    """
+    plan = objective.updates(range(prompts), draw)
+    if len(plan) == 1:
+        return [Update(rollouts, prompts, sum(gather_object([len(rollouts)])))]
+    # A small update is divided among the processes again, or all but one would idle.
+    everyone = gather_object(rollouts)
+    members = [[item for item in everyone if item[0].prompt_index in chosen] for chosen in plan]
+    updates = [
+        Update(group[process::processes], len(chosen), len(group)) for chosen, group in zip(plan, members, strict=True) if group
+    ]
+    return updates or [Update([], prompts, 0)]

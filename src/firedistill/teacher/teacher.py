@@ -1,0 +1,194 @@
+"""The EMA teacher: the average of the student that sees the feedback and re-scores the student's responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
+from firedistill.metrics import Metrics
+from firedistill.models.states import ResponseStates, score_responses, unwrap
+from firedistill.ops import Head
+from firedistill.prompts import PromptEncoder, View, teacher_messages
+from firedistill.rollout import Rollout
+from firedistill.tasks import Task
+from firedistill.teacher.ema import EMAWeights
+from firedistill.teacher.prefix_cache import PrefixCache, can_share_prefixes, common_prefix
+
+TOKENS_PER_FORWARD = 8192
+
+
+class Teacher:
+    """The EMA weights, the prompts with feedback, and the hidden states of responses under them.
+
+    A *view* is a teacher prompt: `"full"` has all feedback fields, `j` all but field j, and `"none"` is the student's own prompt.
+
+    Args:
+        model: the student with its adapter; the teacher puts its own weights into it while it reads.
+        task: builds the prompts.
+        encoder: tokenizes them.
+        rate: `1 - mu`, the weight of the new student in each update.
+        temperature: of the scored distributions.
+        share_prefixes: read what the views of a rollout share once, response by response. A GPU is better served by large batches;
+            None decides by the device.
+        limit: padded tokens per forward pass of the batched path.
+
+    Attributes:
+        weights: the EMA weights.
+        metrics: tokens and seconds that reading took since `take_metrics`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: Task,
+        encoder: PromptEncoder,
+        *,
+        rate: float = 0.03,
+        temperature: float = 1.0,
+        share_prefixes: bool | None = None,
+        limit: BatchLimit | None = None,
+    ):
+        self.model, self.task, self.encoder, self.temperature = model, task, encoder, temperature
+        self.device = next(model.parameters()).device
+        self.weights = EMAWeights(model, rate)
+        self.limit = limit or BatchLimit(TOKENS_PER_FORWARD, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
+        share_prefixes = self.device.type == "cpu" if share_prefixes is None else share_prefixes
+        self.share_prefixes = share_prefixes and can_share_prefixes(model)
+        self.metrics = Metrics()
+        self.prompts: WeakKeyDictionary[Rollout, dict[View, list[int]]] = WeakKeyDictionary()
+        self.caches: dict[Rollout, PrefixCache] = {}
+
+    # ---- Weights -------------------------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """`teacher <- mu teacher + (1 - mu) student` (eq. sdpo_updates), after an executed optimizer update."""
+        self.forget()
+        self.weights.update()
+
+    @property
+    def head(self) -> Head:
+        """The language-model head under the teacher's weights: the student's own unless the head is trained."""
+        causal_lm = unwrap(self.model)
+        return Head.of(causal_lm, self.temperature, self.weights.values_for(causal_lm.get_output_embeddings()))
+
+    # ---- Prompts -------------------------------------------------------------------------------------------------------------------
+
+    def prompt_ids(self, rollout: Rollout, view: View) -> list[int]:
+        """Token ids of the prompt of a view; tokenized once per rollout."""
+        prompts = self.prompts.setdefault(rollout, {})
+        if view not in prompts:
+            prompts[view] = self.encoder.encode(teacher_messages(self.task, rollout.example, rollout.feedback, view))
+        return prompts[view]
+
+    def view_tokens(self, rollout: Rollout, view: View) -> int:
+        """Tokens of prompt and response under a view."""
+        return len(self.prompt_ids(rollout, view)) + len(rollout.response_ids)
+
+    # ---- States --------------------------------------------------------------------------------------------------------------------
+
+    def full(self, rollouts: Sequence[Rollout]) -> ResponseStates:
+        """Hidden states of the responses under the view with all feedback; without gradient."""
+        (states,) = self.states(rollouts, ["full"])
+        return states
+
+    def states(
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int] | None = None
+    ) -> list[ResponseStates]:
+        """Hidden states of the responses, one `ResponseStates` per view; without gradient.
+
+        Args:
+            lengths: how many tokens of each response to read; all by default.
+
+        Raises:
+            OutOfMemory: a single response does not fit.
+        """
+        lengths = list(lengths) if lengths is not None else [len(rollout.response_ids) for rollout in rollouts]
+        if not rollouts:
+            return [ResponseStates(self._no_states(), []) for _ in views]
+        with self.metrics.timed("seconds_score", self.device):
+            for attempt in self.limit.attempts():
+                with attempt, self.weights.applied():
+                    if self.share_prefixes:
+                        return self._read_one_by_one(rollouts, views, lengths)
+                    return self._read_in_batches(rollouts, views, lengths)
+                self.forget()
+                self.share_prefixes = False  # keys and values of whole prompts are what memory is short of
+        raise AssertionError("attempts end with a result or an error")
+
+    def states_without_fields(self, rollouts: Sequence[Rollout], full: ResponseStates, tokens: Tensor) -> Tensor:
+        """The teacher's states without each field at K tokens of the responses; `[B, K, H]`.
+
+        The views of a response are read up to the last of these tokens, and not at all if it has none. B is the largest number of
+        fields; a response with fewer repeats its full view.
+
+        Args:
+            full: states of the rollouts under the full view.
+            tokens: `[K]`, ascending indices into the tokens of `full`.
+        """
+        response = full.per_token(range(len(rollouts)))[tokens]
+        position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
+        ends = {i: int(position[response == i].max()) + 1 for i in response.unique().tolist()}
+        groups: dict[int, list[int]] = {}  # responses by their number of fields
+        for i in ends:
+            groups.setdefault(len(rollouts[i].feedback), []).append(i)
+        states = full.hidden[tokens].repeat(max(groups, default=0), 1, 1)
+        for fields, members in groups.items():
+            views = self.states([rollouts[i] for i in members], range(fields), [ends[i] for i in members])
+            for j, view in enumerate(views):
+                for i, hidden in zip(members, view.hidden.split(view.lengths), strict=True):
+                    here = response == i
+                    states[j, here] = hidden[position[here]]
+        return states
+
+    def forget(self) -> None:
+        """Free the keys and values of what was read; they hold for the present weights only."""
+        self.caches.clear()
+
+    def take_metrics(self) -> Metrics:
+        """`teacher_tokens` and `seconds_score` since the last call."""
+        taken, self.metrics = self.metrics, Metrics()
+        return taken
+
+    def _read_one_by_one(
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int]
+    ) -> list[ResponseStates]:
+        """Response by response, and for each the views in the order of the prefix that they share with what was read first."""
+        hidden: list[list[Tensor]] = [[] for _ in views]
+        for rollout, length in zip(rollouts, lengths, strict=True):
+            prompts = [self.prompt_ids(rollout, view) for view in views]
+            if rollout not in self.caches:
+                self.caches[rollout] = self._new_cache(prompts[0])
+            cache = self.caches[rollout]
+            read_before, shared = cache.tokens, [common_prefix(cache.first, prompt) for prompt in prompts]
+            found = {v: cache.read(prompts[v], rollout.response_ids[:length]) for v in sorted_by(shared)}
+            for v, states in enumerate(hidden):
+                states.append(found[v])
+            self.metrics.total(teacher_tokens=cache.tokens - read_before)
+        return [ResponseStates(torch.cat(states), list(lengths)) for states in hidden]
+
+    def _new_cache(self, prompt: list[int]) -> PrefixCache:
+        """A cache that begins with what another one has read of this prompt."""
+        similar = max(self.caches.values(), key=lambda other: common_prefix(other.ids, prompt), default=None)
+        return PrefixCache(self.model, similar, prompt)
+
+    def _read_in_batches(
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int]
+    ) -> list[ResponseStates]:
+        prompts = [self.prompt_ids(rollout, view) for view in views for rollout in rollouts]
+        responses = [rollout.response_ids[:length] for rollout, length in zip(rollouts, lengths, strict=True)] * len(views)
+        states = score_responses(self.model, prompts, responses, max_tokens=self.limit.size)
+        self.metrics.total(teacher_tokens=sum(map(len, prompts)) + sum(map(len, responses)))
+        return [states.select(range(v * len(rollouts), (v + 1) * len(rollouts))) for v in range(len(views))]
+
+    def _no_states(self) -> Tensor:
+        return torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size, device=self.device)
+
+
+def sorted_by(shared: Sequence[int]) -> list[int]:
+    """Positions of the largest numbers first; equal ones keep their order."""
+    return sorted(range(len(shared)), key=lambda position: -shared[position])
