@@ -241,7 +241,7 @@ def is_alive(pid: int | None, since: str | None) -> bool:
 def train_command(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     """The command of a run: from its last checkpoint if it has one, from the beginning otherwise."""
     folder = suite.run_folder(run)
-    command = [sys.executable, "-m", "firedistill.cli.main", run.command, run.recipe]
+    command = [sys.executable, "-m", "firedistill.cli", run.command, run.recipe]
     settings = dict(run.settings)
     if run.needs is not None:
         settings["initial_adapter"] = str(suite.run_folder(run.needs).resolve() / "adapter")
