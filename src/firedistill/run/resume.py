@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 
+from firedistill import files
 from firedistill.config import SelfDistillConfig
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
@@ -225,8 +226,8 @@ class ResumableTrainer(Trainer):
             OSError: it could not be written.
         """
         main = self.args.should_save
-        hidden = folder.with_name(checkpoints.UNFINISHED + folder.name)
-        with checkpoints.written_whole(folder) if main else nullcontext(hidden) as unfinished:
+        hidden = folder.with_name(files.UNFINISHED + folder.name)
+        with files.written_whole(folder) if main else nullcontext(hidden) as unfinished:
             if self.sharded:
                 self.accelerator.wait_for_everyone()
             self.save_model(str(unfinished), _internal_call=True)
