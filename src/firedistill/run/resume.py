@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 
+from firedistill import files
 from firedistill.config import SelfDistillConfig
 from firedistill import files
 from firedistill.run import checkpoints, identity
