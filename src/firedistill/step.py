@@ -1,4 +1,4 @@
-"""One training step as functions: from judged rollouts to the micro-batches of its updates."""
+"""One training step as functions: its examples, seed and rate, and the way from judged rollouts to micro-batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
+from torch.utils.data import Dataset
 
 from firedistill.metrics import Metrics
 from firedistill.objectives import Objective
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback
 from firedistill.rollout import Rollout
-from firedistill.tasks import Task
+from firedistill.tasks import Example, Task
 from firedistill.tasks.guard import TaskFault
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
+
+
+class TrainingOrder(Dataset):
+    """The examples in the order of training: one seeded shuffle, consumed in order, reshuffled at the end.
+
+    Item i is a function of the seed alone, so that a resumed run continues with the example that comes next.
+    """
+
+    def __init__(self, examples: Sequence[Example], length: int, seed: int):
+        self.examples, self.length, self.seed = examples, length, seed
+        self._round = -1
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Example:
+        shuffle, position = divmod(index, len(self.examples))
+        if shuffle != self._round:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + shuffle)
+            self._round, self._order = shuffle, torch.randperm(len(self.examples), generator=generator).tolist()
+        return self.examples[self._order[position]]
 
 
 def learning_rate_factor(step: int, warmup: int, total: int, kind: str = "cosine") -> float:

@@ -53,7 +53,7 @@ from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, model_card, rollout_row
 from firedistill.run.resume import ResumableTrainer, read_json
 from firedistill.run.trackers import guard_trackers
-from firedistill.step import Update, learning_rate_factor, plan_updates, rollout_metrics, select_rollouts, step_seed
+from firedistill.step import TrainingOrder, Update, learning_rate_factor, plan_updates, rollout_metrics, select_rollouts, step_seed
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask
 from firedistill.teacher import Teacher
@@ -61,28 +61,6 @@ from firedistill.teacher import Teacher
 logger = logging.getLogger(__name__)
 
 COUNTERS = "firedistill_counters.json"
-
-
-class TrainingOrder(Dataset):
-    """The examples in the order of training: one seeded shuffle, consumed in order, reshuffled at the end.
-
-    Item i is a function of the seed alone, so that a resumed run continues with the example that comes next.
-    """
-
-    def __init__(self, examples: Sequence[Example], length: int, seed: int):
-        self.examples, self.length, self.seed = examples, length, seed
-        self._round = -1
-        self._order: list[int] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> Example:
-        shuffle, position = divmod(index, len(self.examples))
-        if shuffle != self._round:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + shuffle)
-            self._round, self._order = shuffle, torch.randperm(len(self.examples), generator=generator).tolist()
-        return self.examples[self._order[position]]
 
 
 @dataclass
