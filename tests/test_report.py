@@ -1,4 +1,4 @@
-"""Reports: tables recomputed by hand, curves as the paper interpolates them, rules for what went wrong, and a page that is safe."""
+"""Reports: tables computed by hand, interpolation as in the paper, the collapse rules, and the safety of the page."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import yaml
 from firedistill.cli import main as cli
 from firedistill.report import figures
 from firedistill.report.build import write_report
+from firedistill.report.charts import CHARTS, evaluation_curve, interpolated_curve, step_curve
 from firedistill.report.collapse import (
     accuracy_drop,
     collapses,
@@ -25,18 +26,19 @@ from firedistill.report.collapse import (
     runaway_length,
     sampling_drop,
 )
+from firedistill.report.groups import makes_a_difference, read_study
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.read import (
-    CHARTS,
-    evaluation_curve,
-    interpolate,
-    interpolated_curve,
+from firedistill.report.read import column, read_run
+from firedistill.report.tables import (
+    accuracy_tables,
+    csv_text,
+    latex,
+    latex_text,
+    markdown,
+    markdown_text,
     mean_and_deviation,
-    read_run,
-    read_study,
-    step_curve,
+    overview,
 )
-from firedistill.report.tables import accuracy_tables, csv_text, latex, latex_text, markdown, markdown_text, overview
 from firedistill.run.log import json_line
 from firedistill.suites.plan import Plan, PlannedRun
 from firedistill.suites.run import SuiteFolder
@@ -104,7 +106,7 @@ def test_tables_by_hand(runs):
     assert found["FIRE"] == pytest.approx([63, 3, 3, 82, 2, 3])
     assert found["SRPO"] == pytest.approx([60, 1, 3, 80, math.sqrt(200), 2])
     assert [[c.best for c in cells] for cells in rows.values()] == [[False, False], [True, True]]
-    assert table.average == pytest.approx([70, 72.5]) and table.runs is None
+    assert [cell.mean for cell in table.average] == pytest.approx([70, 72.5]) and table.runs is None
     assert rates.header == ["Algorithm, rate", "GSM8K", "ASDiv"] and [label for label, _ in rates.rows] == [
         "FIRE, 0.5×",
         "FIRE, 1×",
@@ -131,11 +133,11 @@ def test_the_formats_of_a_table(runs):
     assert float(line["sample_standard_deviation"]) == pytest.approx(math.sqrt(200), rel=1e-5)
 
 
-def test_one_number_of_runs_stands_in_the_caption(tmp_path):
+def test_the_caption_gives_the_number_of_runs_if_all_cells_share_it(tmp_path):
     folders = [write_run(tmp_path / str(seed), (0.5, 0.6), seed=seed) for seed in range(2)]
     (table,) = accuracy_tables(read_study(folders))
     assert "over 2 runs" in table.caption and "(n=" not in markdown(table) and table.average is None
-    assert "**" not in markdown(table), "the best of one is none"
+    assert "**" not in markdown(table), "a single method has no best one"
 
 
 def test_ties_are_all_best(tmp_path):
@@ -170,7 +172,7 @@ def test_names_are_text_in_every_format():
 # ---- Runs and groups -----------------------------------------------------------------------------------------------------------
 
 
-def test_runs_are_averaged_only_where_nothing_but_the_seed_differs(tmp_path):
+def test_only_runs_that_differ_in_nothing_but_their_seed_are_averaged(tmp_path):
     write_run(tmp_path / "a", seed=0, per_device_train_batch_size=8, gradient_accumulation_steps=1, save_steps=5)
     write_run(tmp_path / "b", seed=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, save_steps=50)
     write_run(tmp_path / "c", seed=0, per_device_train_batch_size=8, temperature=0.5)
@@ -178,9 +180,16 @@ def test_runs_are_averaged_only_where_nothing_but_the_seed_differs(tmp_path):
     study = read_study([tmp_path / name for name in "abcd"])
     groups = {group.label: [run.name for run in group.runs] for group in study.settings[0].groups}
     assert groups == {"FIRE (temperature None)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
-    assert study.notes == ["d is left out: b has the same settings and the same seed."]
+    assert study.notes == ["d is excluded: b has the same settings and the same seed."]
     colours = {group.colour for group in study.settings[0].groups}
     assert len(colours) == 2
+
+
+def test_settings_that_make_no_difference():
+    assert not any(
+        map(makes_a_difference, ("seed", "output_dir", "save_steps", "rollout_batch_size", "gradient_checkpointing"))
+    )
+    assert all(map(makes_a_difference, ("learning_rate", "method", "temperature", "a setting of a later version")))
 
 
 def test_the_rate_of_the_comparison(tmp_path):
@@ -191,18 +200,18 @@ def test_the_rate_of_the_comparison(tmp_path):
     assert [group.label for group in setting.sweep(setting.compared[-1])] == ["FIRE", "FIRE, 2× rate"]
 
 
-def test_what_is_no_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\), and no suite"):
+def test_a_path_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\) and not a suite"):
         read_study([tmp_path])
     write_run(tmp_path / "a", steps=0, accuracies=())
-    with pytest.raises(ValueError, match="has made a step yet"):
+    with pytest.raises(ValueError, match="has completed a step yet"):
         read_study([tmp_path / "a"])
     (tmp_path / "a" / "config.yaml").write_text("[1]")
     with pytest.raises(ValueError, match="must hold a mapping of settings, not list"):
         read_run(tmp_path / "a")
 
 
-def test_runs_that_go_on_are_in_the_report_but_not_in_the_tables(runs):
+def test_unfinished_runs_are_in_the_report_but_not_in_the_tables(runs):
     study = read_study(runs)
     assert study.notes == ["asdiv-srpo-2 is not finished: step 4 of 10."]
     (row,) = [row for row in overview(study) if row["Setting"] == "small, ASDiv" and row["Algorithm"] == "SRPO"]
@@ -210,7 +219,7 @@ def test_runs_that_go_on_are_in_the_report_but_not_in_the_tables(runs):
     assert row["Accuracy at step 0 (%)"] == "50.00 ± 0.00" and row["Gradient norm, maximum"] == "0.5"
 
 
-def test_a_suite_that_goes_on(tmp_path):
+def test_an_unfinished_suite(tmp_path):
     suite = SuiteFolder(tmp_path / "s")
     names = ["x-fire-seed0", "x-fire-lr2x-seed0", "x-srpo-seed0", "x-veto-seed0"]
     planned = [
@@ -224,11 +233,11 @@ def test_a_suite_that_goes_on(tmp_path):
         (suite.run_folder(name) / "adapter").mkdir()
         (suite.run_folder(name) / "adapter" / "adapter_config.json").touch()
     study, written = write_report([suite.folder], tmp_path / "out")
-    # 6 seconds a step by the runs' own logs, 5 and 10 steps to do.
+    # The logs have 6 seconds per step; 5 and 10 steps are left.
     assert study.title == "My suite" and study.notes[0] == "Suite mine: 2 done, 2 to do; about 90 s left."
     assert [group.label for group in study.settings[0].groups] == ["SRPO", "FIRE", "FIRE, 2× rate"]
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "2 of 3 runs finished" in page and "still going, or were stopped" in page
+    assert "2 of 3 runs finished" in page and "still in progress or were stopped" in page
     names = {path.name for path in written}
     assert {
         "learning-rates.svg",
@@ -244,7 +253,7 @@ def test_a_suite_that_goes_on(tmp_path):
 
 
 def test_interpolation_on_the_jointly_covered_grid(tmp_path):
-    """By hand: one run goes straight from 0 to 200 tokens, the other from 100 to 400, with a bend at 200."""
+    """By hand: one run is a straight line from 0 to 200 tokens, the other reaches from 100 to 400 with a bend at 150."""
     first = read_run(write_run(tmp_path / "a", (0.2, 0.6), tokens=[0, 200]))
     second = read_run(write_run(tmp_path / "b", (0.1, 0.5, 0.7), tokens=[100, 150, 400], seed=1))
     curve = interpolated_curve([first, second], "cumulative_generated_tokens", points=3)
@@ -256,23 +265,21 @@ def test_interpolation_on_the_jointly_covered_grid(tmp_path):
     assert [m - low for low, m in zip(curve.low, curve.mean, strict=True)] == pytest.approx(deviation)
 
 
-def test_runs_without_a_trajectory_or_a_common_range(tmp_path):
-    whole = read_run(write_run(tmp_path / "a", (0.2, 0.6)))
-    begun = read_run(write_run(tmp_path / "b", (0.2, 0.6), steps=1, seed=1))
+def test_runs_without_a_trajectory_or_a_shared_range(tmp_path):
+    complete = read_run(write_run(tmp_path / "a", (0.2, 0.6)))
+    started = read_run(write_run(tmp_path / "b", (0.2, 0.6), steps=1, seed=1))
     assert (
-        interpolated_curve([whole, begun], "cumulative_train_seconds").x
-        == interpolated_curve([whole], "cumulative_train_seconds").x
+        interpolated_curve([complete, started], "cumulative_train_seconds").x
+        == interpolated_curve([complete], "cumulative_train_seconds").x
     )
     later = read_run(write_run(tmp_path / "c", (0.2, 0.6), tokens=[500, 600], seed=2))
-    assert interpolated_curve([whole, later], "cumulative_generated_tokens").x == []
-    assert interpolated_curve([begun], "cumulative_generated_tokens").x == []
-    curve = interpolated_curve([whole], "cumulative_train_seconds")
+    assert interpolated_curve([complete, later], "cumulative_generated_tokens").x == []
+    assert interpolated_curve([started], "cumulative_generated_tokens").x == []
+    curve = interpolated_curve([complete], "cumulative_train_seconds")
     assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 60.0, 100) and curve.low == curve.mean
-    with pytest.raises(ValueError, match="outside"):
-        interpolate([(0, 1), (1, 2)], 3)
 
 
-def test_curves_over_steps_go_as_far_as_all_runs(tmp_path):
+def test_curves_over_steps_end_where_the_first_run_ends(tmp_path):
     a = read_run(write_run(tmp_path / "a", max_steps=4, metrics={"grad_norm": [1.0, math.nan, 3.0, 9.0]}))
     b = read_run(write_run(tmp_path / "b", max_steps=4, steps=3, metrics={"grad_norm": [3.0, math.nan, math.inf]}))
     curve = step_curve([a, b], "grad_norm")
@@ -280,12 +287,25 @@ def test_curves_over_steps_go_as_far_as_all_runs(tmp_path):
     assert evaluation_curve([a, b]).x == [0]
 
 
-def test_noisy_columns_are_running_means_of_each_run(tmp_path):
+def test_a_column_has_no_rows_without_a_finite_value():
+    rows = [
+        {"step": 1, "a": 5},
+        {"step": 2, "a": math.nan},
+        {"step": 3},
+        {"step": 4, "a": math.inf},
+        {"step": 5, "a": 0.5, "b": 9},
+    ]
+    assert (
+        column(rows, "a") == ([1, 5], [5, 0.5]) and column(rows, "a", by="b") == ([9], [0.5]) and column(rows, "c") == ([], [])
+    )
+
+
+def test_noisy_columns_become_running_means_of_each_run(tmp_path):
     rates = [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     run = read_run(write_run(tmp_path / "a", max_steps=8, metrics={"correct_rate": rates}))
     same = read_run(write_run(tmp_path / "b", max_steps=8, metrics={"correct_rate": [0.5] * 8}, seed=1))
     (chart,) = (chart for chart in CHARTS if chart.name == "sampled-answers")
-    # Eleven steps, of which the ends have fewer: steps 1 to 3 see 6 to 8 of them, in percent.
+    # Windows of 11 steps are cut at the ends: those of steps 1 to 3 hold 6 to 8 values. In percent.
     expected = [100 / 6, 100 / 7, 100 / 8, 100 / 8, 100 / 8, 100 / 8, 100 / 7, 100 / 6]
     assert chart.points(run) == (list(range(1, 9)), pytest.approx(expected))
     curve = chart.curve([run, same])
@@ -293,7 +313,7 @@ def test_noisy_columns_are_running_means_of_each_run(tmp_path):
     assert curve.mean == pytest.approx([(50 + value) / 2 for value in expected])
 
 
-def test_the_overview_counts_finished_runs_if_there_are_any(tmp_path):
+def test_the_overview_covers_finished_runs_if_there_are_any(tmp_path):
     write_run(tmp_path / "a", (0.5, 0.6))
     write_run(tmp_path / "b", (0.4, 0.7), steps=4, seed=1, metrics={"grad_norm": [9.0] * 10})
     (row,) = overview(read_study([tmp_path / "a", tmp_path / "b"]))
@@ -306,23 +326,23 @@ def test_the_overview_counts_finished_runs_if_there_are_any(tmp_path):
 # ---- What went wrong ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_length_collapse_is_a_fall_that_lasts():
+def test_a_length_collapse_lasts():
     steps = list(range(1, 61))
     fallen = [40.0] * 20 + [10.0] * 40
     event = length_collapse(steps, fallen)
-    # The median of five steps falls with the third short one, step 23.
+    # The median of five steps falls at the third short one, step 23.
     assert (event.step, event.rule) == (23, "length collapse") and event.text == "response length fell from 40 to 10 tokens"
     assert length_collapse(steps, [40.0] * 60) is None and length_collapse(steps, [40.0] * 20 + [21.0] * 40) is None
     assert length_collapse(steps, [40.0] * 20 + [10.0] * 9 + [40.0] * 31) is None, "it recovers"
     assert length_collapse(steps[:27], fallen[:27]).step == 23, "to the end of the run"
-    assert length_collapse(steps[:26], fallen[:26]) is None, "too early to say"
+    assert length_collapse(steps[:26], fallen[:26]) is None, "too few steps so far"
     assert length_collapse(steps[:9], [40.0] * 4 + [1.0] * 5) is None, "too short a run"
 
 
 def test_a_runaway_length():
     steps = list(range(1, 41))
     assert runaway_length(steps, [0.0] * 20 + [0.75] * 20).step == 23
-    assert runaway_length(steps, [0.5] * 20 + [1.0] * 20) is None, "it was so from the beginning"
+    assert runaway_length(steps, [0.5] * 20 + [1.0] * 20) is None, "true from the first step"
 
 
 def test_gradient_bursts():
@@ -331,7 +351,7 @@ def test_gradient_bursts():
     assert [(event.step, event.value) for event in events] == [(21, 60.0), (46, 6.0)]
     assert events[0].text == "gradient norm 60, the median before it 0.5; 2 steps"
     assert gradient_bursts(list(range(40)), [0.01] * 20 + [0.9] + [0.01] * 19) == [], "below the clipping threshold"
-    assert gradient_bursts(list(range(4)), [0.1, 0.1, 50.0, 0.1]) == [], "too little to compare with"
+    assert gradient_bursts(list(range(4)), [0.1, 0.1, 50.0, 0.1]) == [], "too few norms to compare with"
     assert [e.step for e in gradient_bursts([7, 8, 9, 10, 11, 12], [0.1] * 5 + [0.5], threshold=0.2)] == []
     gone = gradients_not_finite([1, 2, 3, 20], [0.1, math.nan, math.inf, math.nan])
     assert [(event.step, event.text) for event in gone] == [
@@ -340,7 +360,7 @@ def test_gradient_bursts():
     ]
 
 
-def test_an_accuracy_drop_is_one_that_stays():
+def test_an_accuracy_drop_lasts():
     steps, errors = [0, 25, 50, 75, 100], [0.02] * 5
     event = accuracy_drop(steps, [0.5, 0.6, 0.4, 0.3, 0.35], errors)
     assert event.step == 50 and event.text == "accuracy 60.0% at step 25, 40.0% at step 50, 35.0% in the end"
@@ -348,13 +368,13 @@ def test_an_accuracy_drop_is_one_that_stays():
     # Two standard errors of the difference: 2 * sqrt(2) * 0.02 = 0.057.
     assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.545], errors) is None
     assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.54], errors).step == 100
-    assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.551], [0.0] * 5) is None, "five points at least"
+    assert accuracy_drop(steps, [0.6, 0.6, 0.6, 0.6, 0.551], [0.0] * 5) is None, "less than five points"
     assert accuracy_drop([], [], []) is None
 
 
-def test_a_sampling_drop_is_one_of_whole_blocks_that_stays():
+def test_a_sampling_drop_compares_whole_blocks_and_lasts():
     def alternating(*means):
-        """Twenty steps around each mean: standard error 0.05 / sqrt(19), three of a difference's are 0.0487."""
+        """Twenty steps around each mean: standard error 0.05 / sqrt(19), three of the difference's are 0.0487."""
         return [mean + side for mean in means for side in [0.05, -0.05] * 10]
 
     steps = list(range(1, 101))
@@ -362,12 +382,14 @@ def test_a_sampling_drop_is_one_of_whole_blocks_that_stays():
     assert (event.step, event.key, event.rule) == (61, "correct_rate", "sampling drop")
     assert event.text == ("sampled answers right: 90.0% in the 20 steps to 40, 80.0% in those from 61 on, 60.0% in the last 20")
     assert sampling_drop(steps, alternating(0.5, 0.9, 0.6, 0.9, 0.9)) is None, "it recovers"
-    assert sampling_drop(steps, alternating(0.9, 0.9, 0.9, 0.9, 0.851)) is None, "five points at least"
+    assert sampling_drop(steps, alternating(0.9, 0.9, 0.9, 0.9, 0.851)) is None, "less than five points"
     assert sampling_drop(steps, alternating(0.9, 0.9, 0.9, 0.9, 0.849)).step == 81
     noisy = [0.9 + side for side in [0.5, -0.5] * 10] * 4 + [0.6 + side for side in [0.5, -0.5] * 10]
     assert sampling_drop(steps, noisy) is None, "within the noise of the steps"
     odd = [0.0] * 7 + alternating(0.9, 0.5)
-    assert sampling_drop(list(range(1, 48)), odd).step == 28, "blocks end with the last step; what is over at the start is left"
+    assert sampling_drop(list(range(1, 48)), odd).step == 28, (
+        "the last block ends with the last step; the first steps are left over"
+    )
     assert sampling_drop(steps[:30], alternating(0.9, 0.5)[:30]) is None, "a single block"
     assert sampling_drop([], []) is None
 
@@ -384,7 +406,7 @@ def test_the_events_of_a_run_in_order():
     assert collapses([], []) == [] and collapses([{"step": 1, "loss": 0.5}], []) == []
 
 
-def test_the_rules_are_documented_where_they_are():
+def test_the_page_reads_the_rules_from_their_docstring():
     assert len(rules()) == 5 and all(rule.endswith(".") and "*" not in rule for rule in rules())
 
 
@@ -454,7 +476,7 @@ def test_no_text_can_break_out_of_the_page(hostile, tmp_path):
     assert [tag for tag, _ in page.elements].count("script") == 2 and "img" not in dict(page.elements)
     assert text.count("</script") == 2 and "<!--" not in text.partition("<body>")[2]
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert HOSTILE.replace("\u2028", "") in page.text.replace("\u2028", ""), "shown as what it is, the template's braces too"
+    assert HOSTILE.replace("\u2028", "") in page.text.replace("\u2028", ""), "shown literally, the braces of the template too"
     data = json.loads(page.scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     example = data["attributions"][0]["examples"][0]
     assert example["prompt"] == example["tokens"][0] == example["fields"][0]["name"] == HOSTILE
@@ -463,7 +485,7 @@ def test_no_text_can_break_out_of_the_page(hostile, tmp_path):
         assert "/" not in name and "<" not in name
 
 
-def test_the_page_needs_nothing_else(hostile, tmp_path):
+def test_the_page_is_self_contained(hostile, tmp_path):
     text = page_of([hostile], tmp_path)
     page = Page(text)
     assert not any({"src", "srcset"} & set(attributes) for _, attributes in page.elements)
@@ -471,7 +493,7 @@ def test_the_page_needs_nothing_else(hostile, tmp_path):
     assert "url(" not in text and "@import" not in text and "innerHTML" not in page.scripts[1]
     (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
-    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy, "no other script may run"
+    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy, "no other script runs"
 
 
 def test_the_page_can_be_used_by_keyboard_and_screen_reader(runs, tmp_path):
@@ -507,12 +529,12 @@ def test_json_of_the_page():
         json.dumps(attribution(chi=["x", "y"])),
     ],
 )
-def test_an_attribution_file_that_is_none_is_left_out_and_said(content, tmp_path):
+def test_an_invalid_attribution_file_is_left_out_with_a_note(content, tmp_path):
     run = write_run(tmp_path / "run")
     (run / "attribution").mkdir()
     (run / "attribution" / "step_000001.json").write_text(content)
     notes = []
-    assert attributions_of(read_run(run), notes) == [] and "is left out, it is no attribution file" in notes[0]
+    assert attributions_of(read_run(run), notes) == [] and "is left out because it is not an attribution file" in notes[0]
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------------------------
@@ -529,7 +551,7 @@ def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_a_learning_rate_has_one_colour_in_all_panels(tmp_path):
+def test_a_learning_rate_has_the_same_colour_in_all_panels(tmp_path):
     rates = {"fire": (0.5e-3, 1e-3, 4e-3), "srpo": (1e-3, 4e-3), "veto": (1e-3, 2e-3)}
     folders = [
         write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate) for method in rates for rate in rates[method]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from firedistill.report.read import running_mean
+from firedistill.report.read import column, running_mean
 from firedistill.run.log import read_jsonl
 
-# Panel title, key, logarithmic axis.
+# Panel title, column, logarithmic axis.
 PANELS = [
     ("held-out accuracy", "accuracy", False),
     ("gradient norm before clipping", "grad_norm", True),
@@ -21,33 +20,29 @@ PANELS = [
 
 
 def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str] | None = None) -> Path:
-    """Draw the curves of run directories into a file (.png, .svg or .pdf).
+    """Draw the curves of run directories into a file (.png, .svg or .pdf; .png without a suffix), and return its path.
 
     Raises:
-        ValueError: a folder without `metrics.jsonl`.
+        ValueError: a folder has no rows in `metrics.jsonl`.
     """
-    from matplotlib.figure import Figure  # takes a second to import; not needed by a training step
+    from matplotlib.figure import Figure  # takes a second to import, which training steps need not wait for
 
     figure = Figure(figsize=(11, 6), layout="constrained")
     axes = figure.subplots(2, 3).ravel()
     names = [Path(run).resolve().name for run in runs]
     labels = labels or (names if len(set(names)) == len(names) else [str(run) for run in runs])
     for run, label in zip(runs, labels, strict=True):
-        metrics, evaluations = read_jsonl(Path(run) / "metrics.jsonl"), read_jsonl(Path(run) / "evals.jsonl")
+        metrics = read_jsonl(Path(run) / "metrics.jsonl")
         if not metrics:
             raise ValueError(f"{run} is not a run directory: it has no rows in metrics.jsonl")
-        for axis, (_, key, logarithmic) in zip(axes, PANELS, strict=True):
-            if key == "accuracy":
-                measured = [row for row in evaluations if row["n"]]
-                steps, values, errors = ([row[name] for row in measured] for name in ("step", key, "stderr"))
-                axis.errorbar(steps, values, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
-                continue
-            points = [(row["step"], row[key]) for row in metrics if math.isfinite(row.get(key, math.nan))]
-            points = [(step, value) for step, value in points if value > 0 or not logarithmic]
-            if points:
-                drawn = axis.plot(*zip(*points, strict=True), alpha=0.3, linewidth=1)
-                xs, ys = zip(*points, strict=True)
-                axis.plot(xs, running_mean(ys, 5), color=drawn[0].get_color(), linewidth=1.6)
+        measured = [row for row in read_jsonl(Path(run) / "evals.jsonl") if row["n"]]
+        steps, values, errors = ([row[name] for row in measured] for name in ("step", "accuracy", "stderr"))
+        axes[0].errorbar(steps, values, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
+        for axis, (_, key, logarithmic) in zip(axes[1:], PANELS[1:], strict=True):
+            steps, values = column([row for row in metrics if not logarithmic or row.get(key, 0) > 0], key)
+            if steps:
+                drawn = axis.plot(steps, values, alpha=0.3, linewidth=1)
+                axis.plot(steps, running_mean(values, 5), color=drawn[0].get_color(), linewidth=1.6)
     for axis, (title, _, logarithmic) in zip(axes, PANELS, strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("optimizer step", fontsize=8)

@@ -5,139 +5,121 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from firedistill.report.read import CHARTS, Chart, Curve, Group, Setting, Study, rate_curve
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from firedistill.report.charts import CHARTS, Chart, Curve, rate_curve
+from firedistill.report.groups import Group, Study
 
-FORMATS = ("svg", "png")
-# The charts that are drawn at every learning rate too.
+Curves = Sequence[tuple[Group, Curve]]
+# The charts that are also drawn at every learning rate.
 SWEPT = ("gradient-norm", "sampled-answers")
 
 
 def write_figures(study: Study, folder: Path) -> list[Path]:
-    """Every figure for which the runs have something to show, as .svg and .png files."""
-    import matplotlib
-
+    """Write every figure for which the runs have data, as .svg and .png files; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    figures = [(chart.name, method_figure(study, chart)) for chart in CHARTS]
-    figures.append(("learning-rates", rate_figure(study)))
-    figures += [(f"learning-rates-{chart.name}", rate_step_figure(study, chart)) for chart in CHARTS if chart.name in SWEPT]
+    figures = {chart.name: method_figure(study, chart) for chart in CHARTS}
+    figures["learning-rates"] = rate_figure(study)
+    figures |= {f"learning-rates-{chart.name}": rate_step_figure(study, chart) for chart in CHARTS if chart.name in SWEPT}
     written = []
-    for name, figure in figures:
-        if figure is None:
-            continue
-        for suffix in FORMATS:
-            path = folder / f"{name}.{suffix}"
-            # The same runs give the same file: no date in it, and names that do not change.
-            with matplotlib.rc_context({"svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
-                figure.savefig(path, dpi=160, metadata={"Date": None} if suffix == "svg" else None)
-            written.append(path)
+    # Without a date and with fixed ids, the same runs give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
+        for name, figure in figures.items():
+            if figure is not None:
+                figure.savefig(folder / f"{name}.svg", dpi=160, metadata={"Date": None})
+                figure.savefig(folder / f"{name}.png", dpi=160)
+                written += [folder / f"{name}.svg", folder / f"{name}.png"]
     return written
 
 
 def method_figure(study: Study, chart: Chart) -> Figure | None:
-    """One kind of curve: a panel per setting, a line per compared group."""
-    panels = [
-        (setting, [(group, chart.curve(group.runs)) for group in setting.compared])
-        for setting in study.settings
-        if setting.compared
-    ]
-    if not any(curve.x for _, curves in panels for _, curve in curves):
-        return None
+    """A chart with a panel per setting and a line per compared group; None without data."""
+    panels = [(s.title, [(group, chart.curve(group.runs)) for group in s.compared]) for s in study.settings if s.compared]
 
-    def draw(axes: Axes, curves: Sequence[tuple[Group, Curve]]) -> None:
+    def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:
-            if curve.x:
-                draw_curve(axes, curve, group.label, group.colour, group.broken, chart)
+            draw_curve(axes, curve, chart, group.label, group.colour, group.broken)
 
     title = f"{chart.title}\n{chart.averaged}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
 def rate_figure(study: Study) -> Figure | None:
-    """Final accuracy against the learning rate, for the methods that were run at several."""
+    """Final accuracy against the learning rate, for the methods that ran at several; None without data."""
     panels = []
     for setting in study.settings:
         sweeps = [(group, setting.sweep(group)) for group in setting.compared]
         curves = [(group, rate_curve(sweep)) for group, sweep in sweeps if len(sweep) > 1]
         if any(curve.x for _, curve in curves):
-            panels.append((setting, curves))
+            panels.append((setting.title, curves))
 
-    def draw(axes: Axes, curves: Sequence[tuple[Group, Curve]]) -> None:
+    def draw(axes: Axes, curves: Curves) -> None:
         ticks = sorted({x for _, curve in curves for x in curve.x})
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         axes.minorticks_off()
         for group, curve in curves:
-            error = [100 * (m - low) for m, low in zip(curve.mean, curve.low, strict=True)]
-            values = [100 * m for m in curve.mean]
+            error = [mean - low for mean, low in zip(curve.mean, curve.low, strict=True)]
             style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
             style["linestyle"] = "--" if group.broken else "-"
-            axes.errorbar(curve.x, values, yerr=error, label=literal(group.label), **style)
+            axes.errorbar(curve.x, curve.mean, yerr=error, label=literal(group.label), **style)
 
     title = "Learning rates\nmean over seeds; bars: ± sample standard deviation"
-    return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title) if panels else None
+    return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title)
 
 
 def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
-    """One kind of curve over the steps at every learning rate: a panel per setting and method."""
-    panels: list[tuple[Any, Any]] = []
+    """A chart with a panel per setting and method and a line per learning rate; None without data."""
+    panels = []
     for setting in study.settings:
         for group in setting.compared:
             if len(sweep := setting.sweep(group)) > 1:
                 panels.append((f"{setting.title}, {group.label}", [(g, chart.curve(g.runs)) for g in sweep]))
-
     colours = rate_colours([group.factor for _, curves in panels for group, _ in curves])
 
-    def draw(axes: Axes, curves: Sequence[tuple[Group, Curve]]) -> None:
+    def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:
-            if curve.x:
-                draw_curve(axes, curve, f"{group.factor:g}× rate", colours[f"{group.factor:g}"], False, chart)
+            draw_curve(axes, curve, chart, f"{group.factor:g}× rate", colours[f"{group.factor:g}"])
 
     title = f"{chart.title} at different learning rates\n{chart.averaged}"
-    if not any(curve.x for _, curves in panels for _, curve in curves):
-        return None
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
 def rate_colours(factors: Sequence[float]) -> dict[str, str]:
     """A colour per learning rate, from light to dark, the same in every panel."""
-    import matplotlib
-    from matplotlib.colors import to_hex
-
     names = list(dict.fromkeys(f"{factor:g}" for factor in sorted(factors)))
     shades = matplotlib.colormaps["inferno_r"]
     return {name: to_hex(shades(0.2 + 0.7 * i / max(len(names) - 1, 1))) for i, name in enumerate(names)}
 
 
 def panel_figure(
-    panels: Sequence[tuple[Setting | str, Any]],
-    draw: Callable[[Axes, Any], None],
+    panels: Sequence[tuple[str, Curves]],
+    draw: Callable[[Axes, Curves], None],
     x_title: str,
     y_title: str,
     title: str,
     logarithmic: bool = False,
     same_scale: bool = False,
-) -> Figure:
-    """Panels three in a row under one title, with one legend for all of them below."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
+) -> Figure | None:
+    """Panels, three in a row, with one title above and one legend below all of them; None if no curve has a point."""
+    if not any(curve.x for _, curves in panels for _, curve in curves):
+        return None
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(max(4.6 * columns, 7.2), 3.3 * rows + 0.7), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharey=same_scale).ravel()
         handles: dict[str, Any] = {}
-        for axes, (setting, content) in zip(grid, panels, strict=False):
-            axes.set_title(literal(setting if isinstance(setting, str) else setting.title), fontsize=10)
+        for axes, (panel_title, curves) in zip(grid, panels, strict=False):
+            axes.set_title(literal(panel_title), fontsize=10)
             if logarithmic:
                 axes.set_yscale("log")
-            draw(axes, content)
+            draw(axes, curves)
             axes.set_xlabel(x_title)
             axes.set_ylabel(y_title)
             axes.grid(alpha=0.25, linewidth=0.6)
@@ -147,26 +129,27 @@ def panel_figure(
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title, fontsize=10)
-        names = list(handles)
-        # At this size a character takes about 0.07 inches, a legend's line with its gaps 0.6, and a row 0.18.
-        fitting = int(figure.get_figwidth() / (0.07 * max(map(len, names), default=0) + 0.6))
-        ncols = max(1, min(len(names), fitting))
-        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(names) / ncols))
-        figure.legend(handles.values(), names, loc="outside lower center", ncols=ncols, frameon=False)
+        # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
+        fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
+        ncols = max(1, min(len(handles), fitting))
+        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(handles) / ncols))
+        figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
         return figure
 
 
-def draw_curve(axes: Axes, curve: Curve, label: str, colour: str, broken: bool, chart: Chart) -> None:
-    x, mean, low, high = curve.x, curve.mean, curve.low, curve.high
-    if chart.logarithmic:  # a norm of exactly 0, from a step without a gradient, has no place on the axis
+def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, broken: bool = False) -> None:
+    """Draw the line and the band of a curve, if it has points."""
+    if not curve.x:
+        return
+    mean, low, high = curve.mean, curve.low, curve.high
+    if chart.logarithmic:  # a step without a gradient has norm 0, which a logarithmic axis cannot show
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
-    style = "--" if broken else "-"
-    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(x) == 1 or chart.name == "accuracy" else {}
-    axes.plot(x, mean, style, color=colour, linewidth=1.4, label=literal(label), **marker)
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.name == "accuracy" else {}
+    axes.plot(curve.x, mean, "--" if broken else "-", color=colour, linewidth=1.4, label=literal(label), **marker)
     if low != high:
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
 def literal(text: str) -> str:
-    """Names of models and tasks are never mathematics, and a label that begins with _ would be hidden."""
+    """Keep matplotlib from reading a name as mathematics ($) or hiding its label (_ at the start)."""
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the curves and the attribution view from the JSON beside it. All text is set through textContent.
+// Draws the curves and the attribution view from the JSON next to it. All text is set through textContent.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const byId = (id) => document.getElementById(id);
@@ -66,7 +66,7 @@ function drawToggles() {
   byId("more").hidden = !others.length;
 }
 
-// What a chart shows: a line per visible group, or per run of it.
+// The lines of a chart: one per visible group, or one per run of it.
 function linesOf(chart) {
   const lines = [];
   for (const group of currentSetting().groups) {
@@ -146,7 +146,7 @@ function drawChart(chart, figure) {
   caption.append(element("span", {}, (byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`) + (meanOver > 1 ? `; running means of ${meanOver} steps` : "")));
   figure.append(caption);
   if (!lines.length) {
-    figure.append(element("p", { class: "fine" }, "Nothing to show for the methods that are chosen."));
+    figure.append(element("p", { class: "fine" }, "No data for the selected methods."));
     return;
   }
   const width = Math.max(figure.clientWidth, 240);
@@ -157,7 +157,7 @@ function drawChart(chart, figure) {
   const ys = lines.flatMap(({ curve }) => [curve.mean, ...(bands && curve.low ? [curve.low, curve.high] : [])]);
   const x = scale(extent(lines.map(({ curve }) => curve.x)), chart.xlog, edge.left, width - edge.right, width / 90);
   const y = scale(extent(ys.map((list) => list.filter(usable))), chart.log, height - edge.bottom, edge.top, 5);
-  const label = `${chart.title}, ${lines.length} curves: ${lines.map((line) => line.label).join("; ")}. Arrow keys read the values.`;
+  const label = `${chart.title}, ${lines.length} curves: ${lines.map((line) => line.label).join("; ")}. Press the arrow keys to read the values.`;
   const svg = shape("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: "0", "aria-label": label }, figure);
   for (const tick of y.ticks) {
     shape("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y.place(tick), y2: y.place(tick) }, svg);
@@ -170,7 +170,7 @@ function drawChart(chart, figure) {
   side.setAttribute("aria-hidden", "true");
   for (const { curve, colour } of lines) {
     if (!bands || !curve.low) continue;
-    // A step without a gradient has norm 0 and no place on a logarithmic axis; the band has a gap there.
+    // A step without a gradient has norm 0, which a logarithmic axis cannot show; the band has a gap there.
     let up = [], down = [];
     const close = () => {
       if (up.length > 1) shape("path", { d: `M${up.join("L")}L${down.reverse().join("L")}Z`, fill: colour, opacity: 0.16 }, svg);
@@ -197,7 +197,7 @@ function drawChart(chart, figure) {
   addCursor(chart, figure, svg, lines, x, edge, width, height);
 }
 
-// A triangle where a run went wrong: on its curve, or on the axis where the curve has no value.
+// A triangle where a run went wrong: on its curve, or on the x axis where the curve has no value.
 function drawMarks(chart, lines, svg, x, y, floor, usable) {
   for (const { curve, colour, events, label } of lines) {
     for (const event of events) {
@@ -291,13 +291,13 @@ function largest(rows, token) {
 
 // Each mode: its name, what it shows, and colour and strength (0 to 1) of a token.
 const MODES = [
-  ["field that moved it", "The field whose removal changes the token's gradient most, in the colour of the field; full strength where that change is as long as the radius ρ or longer.",
+  ["most influential field", "The field whose removal changes the token's gradient most, in the colour of the field. Full strength: the norm of that change reaches the radius ρ.",
     (example, t) => { const j = largest(example.energy, t); return j < 0 ? null : [fieldColour(j), Math.min(1, Math.sqrt(example.energy[j][t]) / Math.max(example.rho[t], 1e-9))]; }],
-  ["field that is turned down", "The field that gets the largest weight α: the target moves to the view without it. Strength: 1 − α of the full view, so only tokens over the radius have a colour.",
+  ["down-weighted field", "The field with the largest weight α: the target moves to the view without it. Strength: 1 − α of the full view, so only tokens over the radius are coloured.",
     (example, t) => { const j = largest(example.alpha, t); return j < 0 ? null : [fieldColour(j), 1 - example.alpha_full[t]]; }],
-  ["χ, over the radius", "Share of the gradient energy that lies outside of the radius; 0 inside.", (example, t) => [ONE_COLOUR, example.chi[t]]],
-  ["η, contraction", "How much the token's step is shortened: 1 − η.", (example, t) => [ONE_COLOUR, 1 - example.eta[t]]],
-  ["ρ, the radius", "The student's own uncertainty, which bounds the step; at most 1.", (example, t) => [ONE_COLOUR, Math.min(1, example.rho[t])]],
+  ["χ, outside the radius", "The share of the gradient energy outside the radius; 0 for tokens inside.", (example, t) => [ONE_COLOUR, example.chi[t]]],
+  ["η, contraction", "How much the projection shortens the token's step: 1 − η.", (example, t) => [ONE_COLOUR, 1 - example.eta[t]]],
+  ["ρ, the radius", "The student's own uncertainty, which bounds the step. Full strength: ρ of 1 or more.", (example, t) => [ONE_COLOUR, Math.min(1, example.rho[t])]],
 ];
 
 function currentExample() {
@@ -307,7 +307,7 @@ function currentExample() {
 function drawExample() {
   const example = currentExample();
   byId("verdict").textContent = `${example.correct ? "Correct" : "Wrong"}: answered ${example.submitted}, expected ${example.expected}. ` +
-    (example.correct ? "The correct branch weights each token by β; what feedback would do is shown all the same." : "The incorrect branch uses χ, α and η.");
+    (example.correct ? "The correct branch weights each token by β; the effect that feedback would have is shown nevertheless." : "The incorrect branch uses χ, α and η.");
   byId("prompt").textContent = example.prompt;
   byId("fields").replaceChildren(...example.fields.map((field, index) => {
     const box = element("div", { class: "field" });
@@ -324,7 +324,7 @@ function drawTokens() {
   byId("mode-text").textContent = mode[1];
   const place = byId("response");
   const buttons = example.tokens.map((token, t) => {
-    // A line break is shown and breaks the line, which it could not do inside a <button>; a token without text is shown as ∅.
+    // A line break is shown and breaks the line, which a <button> would not allow. A token without text is shown as ∅.
     const button = element("span", { role: "button", tabindex: t ? "-1" : "0", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
     const found = mode[2](example, t);
     if (found) button.style.background = `color-mix(in srgb, ${found[0]} ${Math.round(60 * Math.min(1, Math.max(0, found[1])))}%, transparent)`;
@@ -349,32 +349,29 @@ function drawTokens() {
 function drawNumbers(example, t) {
   const place = byId("numbers");
   if (t === null) {
-    place.replaceChildren(element("p", { class: "fine" }, "Point at a token, or move through them with the arrow keys, for its numbers."));
+    place.replaceChildren(element("p", { class: "fine" }, "Hover over a token, or move between tokens with the arrow keys, to see its values."));
     return;
   }
-  const table = element("table");
-  const row = (cells, kind = "td") => {
+  const row = (cells, kind) => {
     const line = element("tr");
     cells.forEach((cell, i) => line.append(i ? element(kind, {}, cell) : element("th", { scope: kind === "td" ? "row" : "col" }, cell)));
     return line;
   };
-  const head = element("thead");
-  head.append(row(["token", "ρ", "‖g‖ of the full view", "χ", "α full", "η", "β"], "th"));
-  const body = element("tbody");
+  const table = (head, rows) => {
+    const [box, made, top, body] = [element("div", { class: "scroll" }), element("table"), element("thead"), element("tbody")];
+    top.append(row(head, "th"));
+    body.append(...rows.map((cells) => row(cells, "td")));
+    made.append(top, body);
+    box.append(made);
+    return box;
+  };
   const exact = (value) => (value === null ? "–" : String(value));
-  body.append(row([JSON.stringify(example.tokens[t]), ...["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"].map((name) => exact(example[name][t]))]));
-  table.append(head, body);
-  const fields = element("table");
-  const fieldHead = element("thead");
-  fieldHead.append(row(["field", "α, weight of the view without it", "E, energy of its influence"], "th"));
-  const fieldBody = element("tbody");
-  example.fields.forEach((field, j) => fieldBody.append(row([field.name, exact(example.alpha[j][t]), exact(example.energy[j][t])])));
-  fields.append(fieldHead, fieldBody);
-  const first = element("div", { class: "scroll" });
-  first.append(table);
-  const second = element("div", { class: "scroll" });
-  second.append(fields);
-  place.replaceChildren(first, second);
+  const values = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"].map((name) => exact(example[name][t]));
+  place.replaceChildren(
+    table(["token", "ρ", "‖g‖ of the full view", "χ", "α full", "η", "β"], [[JSON.stringify(example.tokens[t]), ...values]]),
+    table(["field", "α, weight of the view without it", "E, energy of its influence"],
+      example.fields.map((field, j) => [field.name, exact(example.alpha[j][t]), exact(example.energy[j][t])])),
+  );
 }
 
 function startAttribution() {

@@ -1,7 +1,7 @@
-"""The HTML page: one file that needs nothing else, no server and no network.
+"""The HTML page: one file that works without a server or network access.
 
 Text of models and datasets reaches the page in two ways only: through the template, which escapes it, and as JSON that cannot end
-its own element, from which the script sets `textContent`. The page's policy allows no script but its own.
+its element and that the script only ever assigns to `textContent`. The page's policy allows no other script.
 """
 
 from __future__ import annotations
@@ -16,71 +16,61 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+
 from firedistill import __version__
 from firedistill.report import collapse
-from firedistill.report.read import CHARTS, Chart, Group, Run, Setting, Study, rate_curve
-from firedistill.report.tables import OVERVIEW_COLUMNS, AccuracyTable, overview
+from firedistill.report.charts import CHARTS, rate_curve
+from firedistill.report.groups import Group, Setting, Study
+from firedistill.report.read import Run
+from firedistill.report.tables import AccuracyTable, overview
 
-# Where the page marks an event: the chart whose curve shows it.
-CHART_OF_COLUMN = {
-    "grad_norm": "gradient-norm",
-    "response_length": "response-length",
-    "truncated_rate": "response-length",
-    "correct_rate": "sampled-answers",
-    "accuracy": "accuracy",
-}
+# The chart on which the page marks an event, by the column that shows it.
+CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed(CHARTS)} | {"truncated_rate": "response-length"}
 NUMBERS_OF_TOKEN = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"]
+NUMBERS_OF_FIELD = ["alpha", "energy"]
 
 
 def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Path:
-    """Write the page of a study."""
+    """Write the page of a study. Attribution files that cannot be read are noted in the study and left out."""
     attributions = [found for run in study.runs for found in attributions_of(run, study.notes)]
-    path.write_text(render(study, tables, attributions), encoding="utf-8")
-    return path
-
-
-def render(study: Study, tables: Sequence[AccuracyTable], attributions: Sequence[dict[str, Any]]) -> str:
-    """The page as text."""
-    from jinja2 import Environment, StrictUndefined
-
+    settings = [
+        {"title": setting.title, "groups": [group_data(setting, group) for group in setting.groups]}
+        for setting in study.settings
+    ]
+    data = {"charts": charts(study), "settings": settings, "attributions": attributions}
     folder = resources.files("firedistill.report")
     style, script, template = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    finished = sum(run.finished for run in study.runs)
-    return environment.from_string(template).render(
+    page = environment.from_string(template).render(
         title=study.title,
         version=__version__,
         made=time.strftime("%Y-%m-%d %H:%M"),
-        finished=finished,
+        finished=sum(run.finished for run in study.runs),
         total=len(study.runs),
         notes=study.notes,
-        columns=OVERVIEW_COLUMNS,
         overview=overview(study),
         tables=tables,
-        events=events(study),
+        events=[(s, group, run, event) for s, group in study.groups for run in group.runs for event in run.events],
         rules=rules(),
         attributions=len(attributions),
         style=style,
         script=script,
-        digest=digest,
-        data=safe_json(
-            {"charts": charts(study), "settings": list(map(setting_data, study.settings)), "attributions": attributions}
-        ),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=safe_json(data),
     )
+    path.write_text(page, encoding="utf-8")
+    return path
 
 
 def safe_json(content: Any) -> str:
-    """JSON for a `<script>` element: without a character that could end it or begin a comment, and without NaN."""
-    text = json.dumps(finite(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    # Half a surrogate pair, as a byte-level tokenizer may leave it, cannot be encoded.
-    return text.encode("utf-8", "replace").decode()
+    """JSON for a `<script>` element: plain ASCII without NaN and without a character that could end the element."""
+    return htmlsafe_json_dumps(finite(content), allow_nan=False, separators=(",", ":"))
 
 
 def finite(content: Any) -> Any:
-    """Numbers to six digits, those that JSON does not have as null."""
+    """The content with floats rounded to six digits, and None in place of NaN and infinity, which JSON lacks."""
     if isinstance(content, float):
         return float(f"{content:.6g}") if math.isfinite(content) else None
     if isinstance(content, dict):
@@ -89,7 +79,7 @@ def finite(content: Any) -> Any:
 
 
 def rules() -> list[str]:
-    """The rules of the collapse detector, from where they are documented."""
+    """The rules of the collapse detector, from the docstring of its module."""
     text = collapse.__doc__.partition("\n- ")[2]
     return [" ".join(rule.split()).replace("**", "").rstrip(";.") + "." for rule in text.split("\n- ")]
 
@@ -98,7 +88,8 @@ def rules() -> list[str]:
 
 
 def charts(study: Study) -> list[dict[str, Any]]:
-    described = [
+    """What the script needs to know of every chart."""
+    described: list[dict[str, Any]] = [
         {
             "name": chart.name,
             "title": chart.title,
@@ -107,38 +98,20 @@ def charts(study: Study) -> list[dict[str, Any]]:
             "log": chart.logarithmic,
             "spread": chart.spread,
             "window": chart.window,
-            "steps": chart.source == "metrics",
+            "steps": chart.over_steps,
         }
         for chart in CHARTS
     ]
-    if any(group.factor != 1 for setting in study.settings for group in setting.groups):
-        described.append(
-            {
-                "name": "learning-rates",
-                "title": "Learning rates",
-                "x": "peak learning rate",
-                "y": "final accuracy (%)",
-                "log": False,
-                "xlog": True,
-                "spread": "± sample standard deviation",
-            }
-        )
+    if any(group.factor != 1 for _, group in study.groups):
+        rates = {"name": "learning-rates", "title": "Learning rates", "x": "peak learning rate", "y": "final accuracy (%)"}
+        described.append(rates | {"log": False, "xlog": True, "spread": "± sample standard deviation"})
     return described
-
-
-def setting_data(setting: Setting) -> dict[str, Any]:
-    return {"title": setting.title, "groups": [group_data(setting, group) for group in setting.groups]}
 
 
 def group_data(setting: Setting, group: Group) -> dict[str, Any]:
     curves = {chart.name: vars(chart.curve(group.runs)) for chart in CHARTS}
     if group.factor == 1 and len(sweep := setting.sweep(group)) > 1:
-        curve = rate_curve(sweep)
-        curves["learning-rates"] = vars(curve) | {
-            "mean": percent(curve.mean),
-            "low": percent(curve.low),
-            "high": percent(curve.high),
-        }
+        curves["learning-rates"] = vars(rate_curve(sweep))
     return {
         "label": group.label,
         "colour": group.colour,
@@ -149,15 +122,11 @@ def group_data(setting: Setting, group: Group) -> dict[str, Any]:
     }
 
 
-def percent(values: Sequence[float]) -> list[float]:
-    return [100 * value for value in values]
-
-
 def run_data(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "seed": run.seed,
-        "points": {chart.name: run_points(chart, run) for chart in CHARTS},
+        "points": {chart.name: dict(zip(("x", "mean"), chart.points(run), strict=True)) for chart in CHARTS},
         "events": [
             {"chart": CHART_OF_COLUMN[event.key], "step": event.step, "rule": event.rule, "text": event.text}
             for event in run.events
@@ -165,54 +134,40 @@ def run_data(run: Run) -> dict[str, Any]:
     }
 
 
-def run_points(chart: Chart, run: Run) -> dict[str, list[float]]:
-    x, y = chart.points(run)
-    return {"x": x, "mean": y}
-
-
-def events(study: Study) -> list[dict[str, Any]]:
-    """Rows of the table of what went wrong."""
-    return [
-        {"setting": setting.title, "label": group.label, "run": run.name, "seed": run.seed} | vars(event)
-        for setting in study.settings
-        for group in setting.groups
-        for run in group.runs
-        for event in run.events
-    ]
+# ---- Attribution -----------------------------------------------------------------------------------------------------------
 
 
 def attributions_of(run: Run, notes: list[str]) -> list[dict[str, Any]]:
-    """The files that `firedistill inspect RUN --save` left; one that cannot be read is noted and left out."""
+    """The files that `firedistill inspect RUN --save` wrote; one that cannot be read is noted and left out."""
     found = []
     for path in sorted(run.folder.glob("attribution/*.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             examples = [checked_example(example) for example in content["examples"]]
-            if not examples:
-                continue
-            found.append({"run": run.name, "method": run.method, "step": int(content["step"]), "examples": examples})
+            if examples:
+                found.append({"run": run.name, "method": run.method, "step": int(content["step"]), "examples": examples})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            notes.append(f"{path} is left out, it is no attribution file: {type(error).__name__} {error}")
+            notes.append(f"{path} is left out because it is not an attribution file: {type(error).__name__} {error}")
     return found
 
 
 def checked_example(example: dict[str, Any]) -> dict[str, Any]:
-    """
+    """An example of an attribution file, with every value converted to its type.
+
     Raises:
-        KeyError, TypeError, ValueError: something is missing or does not fit together.
+        KeyError, TypeError, ValueError: something is missing, or lists differ in length.
     """
-    tokens, fields = [str(token) for token in example["tokens"]], example["fields"]
     checked: dict[str, Any] = {name: str(example[name]) for name in ("uid", "prompt", "submitted", "expected")}
-    checked |= {"correct": bool(example["correct"]), "tokens": tokens}
-    checked["fields"] = [{"name": str(field["name"]), "text": str(field["text"])} for field in fields]
+    checked["correct"] = bool(example["correct"])
+    checked["tokens"] = [str(token) for token in example["tokens"]]
+    checked["fields"] = [{"name": str(field["name"]), "text": str(field["text"])} for field in example["fields"]]
     for name in NUMBERS_OF_TOKEN:
         checked[name] = [float(value) for value in example[name]]
-    for name in ("alpha", "energy"):
+    for name in NUMBERS_OF_FIELD:
         checked[name] = [[float(value) for value in of_field] for of_field in example[name]]
-        if len(checked[name]) != len(fields):
-            raise ValueError(f"{name} has {len(checked[name])} rows for {len(fields)} fields")
-    if any(len(row) != len(tokens) for name in NUMBERS_OF_TOKEN for row in [checked[name]]):
-        raise ValueError("the numbers of the tokens are not as many as the tokens")
-    if any(len(row) != len(tokens) for name in ("alpha", "energy") for row in checked[name]):
-        raise ValueError("the numbers of the fields are not as many as the tokens")
+        if len(checked[name]) != len(checked["fields"]):
+            raise ValueError(f"{name} has {len(checked[name])} lists for {len(checked['fields'])} fields")
+    per_token = [checked[name] for name in NUMBERS_OF_TOKEN] + [values for name in NUMBERS_OF_FIELD for values in checked[name]]
+    if any(len(values) != len(checked["tokens"]) for values in per_token):
+        raise ValueError(f"a list of numbers does not have one value for each of the {len(checked['tokens'])} tokens")
     return checked

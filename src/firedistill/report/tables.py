@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean, median, stdev
 
-from firedistill.report.read import METHODS, Group, Run, Setting, Study, mean_and_deviation, short_model, task_title
+import pandas as pd
+
+from firedistill.report.groups import Group, Setting, Study, partition, short_model, task_title
+from firedistill.report.read import Run, column
+
+
+def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation; the latter is NaN for a single value, and both are NaN without values."""
+    return fmean(values) if values else math.nan, stdev(values) if len(values) > 1 else math.nan
 
 
 @dataclass
@@ -19,19 +24,37 @@ class Cell:
     """Accuracies in percent.
 
     Attributes:
-        values: one per finished run; empty where there is none.
-        mean, deviation: NaN where they do not exist.
-        best: whether no other cell of its column has a higher mean, to the two decimals that are printed.
+        values: one per finished run.
+        mean, deviation: over the values; NaN where undefined.
+        best: whether no other cell of its column has a higher mean at the two decimals that are printed.
     """
 
     values: list[float]
-    mean: float = math.nan
-    deviation: float = math.nan
+    mean: float = field(init=False)
+    deviation: float = field(init=False)
     best: bool = False
+
+    def __post_init__(self) -> None:
+        self.mean, self.deviation = mean_and_deviation(self.values)
 
     @property
     def n(self) -> int:
         return len(self.values)
+
+    def text(self, with_n: bool) -> str:
+        """`61.11 ± 2.35 (n=3)`; a dash without values."""
+        if not self.n:
+            return "–"
+        deviation = f" ± {self.deviation:.2f}" if self.n > 1 else ""
+        return f"{self.mean:.2f}{deviation}" + (f" (n={self.n})" if with_n else "")
+
+    def latex(self, with_n: bool) -> str:
+        """The same for LaTeX, with the mean in bold if it is the best."""
+        if not self.n:
+            return "--"
+        mean = rf"\mathbf{{{self.mean:.2f}}}" if self.best else f"{self.mean:.2f}"
+        deviation = rf"{{\pm}}{self.deviation:.2f}" if self.n > 1 else ""
+        return f"${mean}{deviation}$" + (rf" {{\scriptsize($n={self.n}$)}}" if with_n else "")
 
 
 @dataclass
@@ -39,75 +62,51 @@ class AccuracyTable:
     """Rows of methods, columns of tasks, categories or both.
 
     Attributes:
-        name: of its files.
-        runs: the same number of runs in every cell that has any, or None.
+        name: of its files, without the suffix.
+        rows: a label, and a cell per column.
+        average: cells of a last column, the mean over the others where none of them is empty; None without that column.
+        runs: the number of runs in a cell if all cells that are not empty have the same, else None.
     """
 
     name: str
     title: str
     columns: list[str]
     rows: list[tuple[str, list[Cell]]]
-    average: list[float] | None = None
+    average: list[Cell] | None = None
     head: str = "Algorithm"
     runs: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         counts = {cell.n for _, cells in self.rows for cell in cells if cell.n}
         self.runs = counts.pop() if len(counts) == 1 else None
-        for column in range(len(self.columns)):
-            cells = [cells[column] for _, cells in self.rows]
+        for cells in [*zip(*(cells for _, cells in self.rows), strict=True), self.average or []]:
             best = max((round(cell.mean, 2) for cell in cells if cell.n), default=math.nan)
             for cell in cells:
-                cell.best = len(self.rows) > 1 and cell.n > 0 and round(cell.mean, 2) == best
-
-    @property
-    def best_average(self) -> float:
-        return max((round(value, 2) for value in self.average or [] if math.isfinite(value)), default=math.nan)
+                cell.best = len(cells) > 1 and round(cell.mean, 2) == best
 
     @property
     def caption(self) -> str:
-        n = f"{self.runs} run{'s' * (self.runs > 1)}" if self.runs else "the finished runs, their number n in the cell"
-        return f"{self.title}: final accuracy (%), mean ± sample standard deviation over {n}; the best of a column in bold."
-
-    def cell_text(self, cell: Cell, plus_minus: str = " ± ") -> str:
-        """`61.11 ± 2.35`, with the number of runs where it differs from cell to cell."""
-        if not cell.n:
-            return "–"
-        text = f"{cell.mean:.2f}" + (f"{plus_minus}{cell.deviation:.2f}" if cell.n > 1 else "")
-        return text if self.runs else f"{text} (n={cell.n})"
-
-    def texts(self) -> list[list[tuple[str, bool]]]:
-        """Rows of cells as text, and whether each is the best of its column; the average last."""
-        found = []
-        for position, (label, cells) in enumerate(self.rows):
-            row = [(label, False), *((self.cell_text(cell), cell.best) for cell in cells)]
-            if self.average is not None:
-                row.append(self.average_text(position))
-            found.append(row)
-        return found
-
-    def average_text(self, position: int) -> tuple[str, bool]:
-        assert self.average is not None
-        value = self.average[position]
-        if not math.isfinite(value):
-            return "–", False
-        return f"{value:.2f}", len(self.rows) > 1 and round(value, 2) == self.best_average
+        n = f"{self.runs} run{'s' * (self.runs > 1)}" if self.runs else "the n finished runs of each cell"
+        return f"{self.title}: final accuracy (%), mean ± sample standard deviation over {n}; the best of each column in bold."
 
     @property
     def header(self) -> list[str]:
-        return [self.head, *self.columns, *(["Avg."] if self.average is not None else [])]
+        return [self.head, *self.columns, *(["Avg."] if self.average else [])]
 
-
-def accuracy_cell(groups: Sequence[Group], key: str = "accuracy") -> Cell:
-    values = [100 * value for group in groups for value in group.finals(key)]
-    return Cell(values, *mean_and_deviation(values))
+    def texts(self) -> list[list[tuple[str, bool]]]:
+        """Rows of cells as text, and whether each is the best of its column; the label first, the average last."""
+        found = [
+            [(label, False), *((cell.text(with_n=not self.runs), cell.best) for cell in cells)] for label, cells in self.rows
+        ]
+        for row, cell in zip(found, self.average or [], strict=False):
+            row.append((cell.text(with_n=False), cell.best))
+        return found
 
 
 def accuracy_tables(study: Study) -> list[AccuracyTable]:
     """All tables of a study: methods by task for each model, categories for tasks that have some, learning rates."""
     tables = []
-    for model in study.models:
-        settings = study.of_model(model)
+    for model, settings in partition(study.settings, lambda setting: setting.model).items():
         tables.append(method_table(model, settings))
         tables += [category_table(setting) for setting in settings if categories(setting)]
         if any(group.factor != 1 for setting in settings for group in setting.groups):
@@ -116,21 +115,12 @@ def accuracy_tables(study: Study) -> list[AccuracyTable]:
 
 
 def method_table(model: str, settings: Sequence[Setting]) -> AccuracyTable:
-    labels = ordered(dict.fromkeys(group.label for setting in settings for group in setting.compared), settings)
-    rows = []
-    for label in labels:
-        cells = [accuracy_cell([g for g in setting.compared if g.label == label]) for setting in settings]
-        rows.append((label, cells))
+    rows = labelled_rows([setting.compared for setting in settings], lambda group: group.label)
     average = None
     if len(settings) > 1:
-        average = [fmean(cell.mean for cell in cells) if all(cell.n for cell in cells) else math.nan for _, cells in rows]
+        average = [Cell([fmean(cell.mean for cell in cells)] if all(cell.n for cell in cells) else []) for _, cells in rows]
     columns = [task_title(setting.task) for setting in settings]
     return AccuracyTable(f"accuracy-{file_name(model)}", short_model(model), columns, rows, average)
-
-
-def categories(setting: Setting) -> list[str]:
-    keys = {key for g in setting.compared for run in g.runs for row in run.evaluations for key in row}
-    return sorted(key for key in keys if key.startswith("accuracy_"))
 
 
 def category_table(setting: Setting) -> AccuracyTable:
@@ -142,29 +132,29 @@ def category_table(setting: Setting) -> AccuracyTable:
 
 
 def rate_table(model: str, settings: Sequence[Setting]) -> AccuracyTable:
-    """Rows of learning rates as multiples of the comparison's, for the methods that were run at several."""
-    rows = []
-    groups = [(setting, group) for setting in settings for group in setting.groups]
-    swept = {(group.method, group.apart) for _, group in groups if group.factor != 1}
-    keys = {(g.method, g.apart, round(g.factor, 6)) for _, g in groups if (g.method, g.apart) in swept}
-    order = list(METHODS)
-    for method, apart, factor in sorted(keys, key=lambda k: (order.index(k[0]) if k[0] in order else -1, k)):
-        title = METHODS.get(method, (method,))[0] + (f" ({apart})" if apart else "")
-        cells = []
-        for setting in settings:
-            here = [g for g in setting.groups if (g.method, g.apart, round(g.factor, 6)) == (method, apart, factor)]
-            cells.append(accuracy_cell(here))
-        rows.append((f"{title}, {factor:g}×", cells))
+    """Rows of learning rates as multiples of the comparison's, for the methods that ran at several."""
+    swept = {(g.method, g.apart) for setting in settings for g in setting.groups if g.factor != 1}
+    groups = [[g for g in setting.groups if (g.method, g.apart) in swept] for setting in settings]
+    rows = labelled_rows(groups, lambda group: f"{group.title}{group.suffix}, {group.factor:g}×")
     columns = [task_title(setting.task) for setting in settings]
-    return AccuracyTable(
-        f"learning-rates-{file_name(model)}", f"{short_model(model)}, learning rates", columns, rows, head="Algorithm, rate"
-    )
+    title = f"{short_model(model)}, learning rates"
+    return AccuracyTable(f"learning-rates-{file_name(model)}", title, columns, rows, head="Algorithm, rate")
 
 
-def ordered(labels: Iterable[str], settings: Sequence[Setting]) -> list[str]:
-    """Labels in the order of the paper, whichever setting has them."""
-    rank = {g.label: (list(METHODS).index(g.method) if g.method in METHODS else -1) for s in settings for g in s.groups}
-    return sorted(labels, key=lambda label: (rank[label], label))
+def labelled_rows(columns: Sequence[Sequence[Group]], label: Callable[[Group], str]) -> list[tuple[str, list[Cell]]]:
+    """A row per label in the order of the paper, and in it a cell for the groups of each column that have the label."""
+    groups = sorted((group for column in columns for group in column), key=lambda group: (*group.order, group.factor))
+    labels = dict.fromkeys(label(group) for group in groups)
+    return [(name, [accuracy_cell(g for g in groups if label(g) == name) for groups in columns]) for name in labels]
+
+
+def accuracy_cell(groups: Iterable[Group], key: str = "accuracy") -> Cell:
+    return Cell([value for group in groups for value in group.finals(key)])
+
+
+def categories(setting: Setting) -> list[str]:
+    keys = {key for group in setting.compared for run in group.runs for row in run.evaluations for key in row}
+    return sorted(key for key in keys if key.startswith("accuracy_"))
 
 
 def file_name(text: str) -> str:
@@ -174,67 +164,47 @@ def file_name(text: str) -> str:
 
 # ---- Overview --------------------------------------------------------------------------------------------------------------
 
-OVERVIEW_COLUMNS = [
-    "Setting",
-    "Algorithm",
-    "Runs finished",
-    "Accuracy at step 0 (%)",
-    "Final accuracy (%)",
-    "Went wrong",
-    "Gradient norm, median",
-    "Gradient norm, maximum",
-    "Sampled answers right (%), first to last tenth",
-    "Entropy (nats), first to last tenth",
-    "Response length, first to last tenth",
-    "Generated tokens",
-    "Training time (min)",
-]
 
+def overview(study: Study) -> list[dict[str, str]]:
+    """A row per group, as texts by column name: how accurate, how stable, how expensive.
 
-def overview(study: Study) -> list[dict[str, Any]]:
-    """A row per group: how accurate, how stable, how expensive; keys are `OVERVIEW_COLUMNS`.
-
-    Over the finished runs of a group, or over all while none is; what went wrong is told of all.
+    A row covers the finished runs of its group, or all of them if none is finished; "Went wrong" always covers all.
     """
-    rows = []
-    for setting in study.settings:
-        for group in setting.groups:
-            rows.append(dict(zip(OVERVIEW_COLUMNS, overview_row(setting, group), strict=True)))
-    return rows
+    return [overview_row(setting, group) for setting, group in study.groups]
 
 
-def overview_row(setting: Setting, group: Group) -> list[str]:
+def overview_row(setting: Setting, group: Group) -> dict[str, str]:
     runs = group.finished or group.runs
-    norms = [[r["grad_norm"] for r in run.metrics if math.isfinite(r.get("grad_norm", math.nan))] for run in runs]
-    everything = [norm for of_run in norms for norm in of_run]
-    before = [100 * run.evaluations[0]["accuracy"] for run in runs if run.evaluations and not run.evaluations[0]["step"]]
-    after = accuracy_cell([group])
+    norms = [norm for run in runs for norm in column(run.metrics, "grad_norm")[1]]
+    initial = [100 * run.evaluations[0]["accuracy"] for run in runs if run.evaluations and not run.evaluations[0]["step"]]
     wrong = Counter(rule for run in group.runs for rule in dict.fromkeys(event.rule for event in run.events))
-    return [
-        setting.title,
-        group.label,
-        f"{len(group.finished)} of {len(group.runs)}",
-        spread(before, ".2f"),
-        spread(after.values, ".2f"),
-        ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
-        f"{median(everything):.3g}" if everything else "–",
-        f"{max(everything):.3g}" if everything else "–",
-        first_to_last(runs, "correct_rate", ".0f", 100),
-        first_to_last(runs, "entropy", ".2f"),
-        first_to_last(runs, "response_length", ".1f"),
-        spread([run.metrics[-1].get("cumulative_generated_tokens", math.nan) for run in runs], ",.0f"),
-        spread([run.metrics[-1].get("cumulative_train_seconds", math.nan) / 60 for run in runs], ".1f"),
-    ]
+    last = [run.metrics[-1] for run in runs]
+    return {
+        "Setting": setting.title,
+        "Algorithm": group.label,
+        "Runs finished": f"{len(group.finished)} of {len(group.runs)}",
+        "Accuracy at step 0 (%)": spread(initial, ".2f"),
+        "Final accuracy (%)": spread(group.finals(), ".2f"),
+        "Went wrong": ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
+        "Gradient norm, median": f"{median(norms):.3g}" if norms else "–",
+        "Gradient norm, maximum": f"{max(norms):.3g}" if norms else "–",
+        "Sampled answers right (%), first to last tenth": first_to_last(runs, "correct_rate", ".0f", 100),
+        "Entropy (nats), first to last tenth": first_to_last(runs, "entropy", ".2f"),
+        "Response length, first to last tenth": first_to_last(runs, "response_length", ".1f"),
+        "Generated tokens": spread([row.get("cumulative_generated_tokens", math.nan) for row in last], ",.0f"),
+        "Training time (min)": spread([row.get("cumulative_train_seconds", math.nan) / 60 for row in last], ".1f"),
+    }
 
 
-def first_to_last(runs: Sequence[Run], column: str, form: str, factor: float = 1) -> str:
+def first_to_last(runs: Sequence[Run], key: str, form: str, factor: float = 1) -> str:
     """The mean over the runs in the first and in the last tenth of their steps."""
-    values = [[r[column] for r in run.metrics if math.isfinite(r.get(column, math.nan))] for run in runs]
+    values = [column(run.metrics, key)[1] for run in runs]
     tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in values if v]
     return " → ".join(format(factor * fmean(side), form) for side in zip(*tenths, strict=True)) if tenths else "–"
 
 
 def spread(values: Sequence[float], form: str) -> str:
+    """Mean ± sample standard deviation of the finite values."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return "–"
@@ -246,27 +216,30 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def markdown(table: AccuracyTable) -> str:
-    rows = [[markdown_text(name) for name in table.header], ["---"] + ["---:"] * (len(table.header) - 1)]
-    for row in table.texts():
-        rows.append([f"**{markdown_text(text)}**" if best else markdown_text(text) for text, best in row])
-    return markdown_text(table.caption) + "\n\n" + "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+    """The caption and a pipe table, the best cells in bold."""
+    rows = [[f"**{markdown_text(text)}**" if best else markdown_text(text) for text, best in row] for row in table.texts()]
+    return f"{markdown_text(table.caption)}\n\n{pipe_table(table.header, rows, '---:')}"
 
 
-def overview_markdown(rows: Sequence[dict[str, Any]]) -> str:
-    lines = [[markdown_text(name) for name in OVERVIEW_COLUMNS], ["---"] * len(OVERVIEW_COLUMNS)]
-    lines += [[markdown_text(str(row[name])) for name in OVERVIEW_COLUMNS] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+def overview_markdown(rows: Sequence[dict[str, str]]) -> str:
+    return pipe_table(list(rows[0]), [list(map(markdown_text, row.values())) for row in rows], "---")
+
+
+def pipe_table(header: Sequence[str], rows: Sequence[Sequence[str]], rule: str) -> str:
+    """A Markdown table; `rule` aligns all columns but the first. The rows are Markdown, the header is text."""
+    lines = [[markdown_text(name) for name in header], ["---", *[rule] * (len(header) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def markdown_text(text: str) -> str:
-    """A name as text: no markup, no HTML, no new cell."""
+    """Escape a text for a cell in Markdown: no markup, no HTML, no line or cell breaks."""
     for character in "\\`*_[]<>|~":
         text = text.replace(character, f"\\{character}")
     return " ".join(text.split())
 
 
 def latex(table: AccuracyTable) -> str:
-    """A `table` for booktabs."""
+    """A `table` environment for the package booktabs."""
     lines = [
         r"\begin{table}[t]",
         r"\centering",
@@ -277,21 +250,14 @@ def latex(table: AccuracyTable) -> str:
         " & ".join(rf"\textbf{{{latex_text(name)}}}" for name in table.header) + r" \\",
         r"\midrule",
     ]
-    for (label, cells), row in zip(table.rows, table.texts(), strict=True):
-        parts = [latex_text(label), *(latex_cell(table, cell) for cell in cells)]
-        if table.average is not None:
-            text, best = row[-1]
-            parts.append(rf"\textbf{{{text}}}" if best else ("--" if text == "–" else text))
-        lines.append(" & ".join(parts) + r" \\")
+    for position, (label, cells) in enumerate(table.rows):
+        row = [latex_text(label), *(cell.latex(with_n=not table.runs) for cell in cells)]
+        if table.average:
+            average = table.average[position]
+            text = latex_text(average.text(with_n=False))
+            row.append(rf"\textbf{{{text}}}" if average.best else text)
+        lines.append(" & ".join(row) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
-
-
-def latex_cell(table: AccuracyTable, cell: Cell) -> str:
-    if not cell.n:
-        return "--"
-    mean = rf"\mathbf{{{cell.mean:.2f}}}" if cell.best else f"{cell.mean:.2f}"
-    text = f"${mean}" + (rf"{{\pm}}{cell.deviation:.2f}$" if cell.n > 1 else "$")
-    return text if table.runs else rf"{text} {{\scriptsize($n={cell.n}$)}}"
 
 
 def latex_text(text: str) -> str:
@@ -303,13 +269,19 @@ def latex_text(text: str) -> str:
 
 def csv_text(tables: Sequence[AccuracyTable]) -> str:
     """All cells of all tables, one per line, with the accuracy of every run."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["table", "algorithm", "column", "n", "mean", "sample_standard_deviation", "best", "values"])
-    for table in tables:
-        for label, cells in table.rows:
-            for column, cell in zip(table.columns, cells, strict=True):
-                numbers = ["" if math.isnan(value) else f"{value:.6g}" for value in (cell.mean, cell.deviation)]
-                values = " ".join(f"{value:.6g}" for value in cell.values)
-                writer.writerow([table.name, label, column, cell.n, *numbers, int(cell.best), values])
-    return out.getvalue()
+    rows = [
+        {
+            "table": table.name,
+            "algorithm": label,
+            "column": column,
+            "n": cell.n,
+            "mean": cell.mean,
+            "sample_standard_deviation": cell.deviation,
+            "best": int(cell.best),
+            "values": " ".join(f"{value:.6g}" for value in cell.values),
+        }
+        for table in tables
+        for label, cells in table.rows
+        for column, cell in zip(table.columns, cells, strict=True)
+    ]
+    return pd.DataFrame(rows).to_csv(index=False, float_format="%.6g", lineterminator="\n")

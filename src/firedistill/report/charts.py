@@ -1,0 +1,159 @@
+"""Curves of runs and groups, and the charts that the figures and the page draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from firedistill.report.groups import Group
+from firedistill.report.read import Run, column, running_mean
+
+
+@dataclass
+class Curve:
+    """A mean over runs with its band; where only one run has a value, low and high equal it."""
+
+    x: list[float]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+    @classmethod
+    def average(cls, frame: pd.DataFrame, extremes: bool = False) -> Curve:
+        """Average a frame with a row per x and a column per run.
+
+        Args:
+            extremes: the band reaches from the lowest to the highest run instead of one sample standard deviation to either side.
+        """
+        mean, deviation = frame.mean(axis=1), frame.std(axis=1).fillna(0)
+        low, high = (frame.min(axis=1), frame.max(axis=1)) if extremes else (mean - deviation, mean + deviation)
+        return cls(frame.index.tolist(), mean.tolist(), low.tolist(), high.tolist())
+
+
+def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
+    """A column of `metrics.jsonl` over the steps that all runs have completed: mean, lowest and highest run.
+
+    With a window, each run is replaced by its running mean first. Steps at which no run has a finite value are left out.
+
+    The band is the range of the runs because a standard deviation below the mean cannot be drawn on a logarithmic axis.
+    """
+    columns = [column(run.metrics, key) for run in runs]
+    frame = pd.concat([series(steps, running_mean(values, window)) for steps, values in columns], axis=1).sort_index()
+    return Curve.average(frame[frame.index <= min(run.step for run in runs)], extremes=True)
+
+
+def evaluation_curve(runs: Sequence[Run]) -> Curve:
+    """Held-out accuracy over the steps at which all runs were evaluated: mean and sample standard deviation."""
+    columns = [series(*column(run.evaluations, "accuracy")) for run in runs]
+    return Curve.average(pd.concat(columns, axis=1, join="inner").sort_index())
+
+
+def interpolated_curve(runs: Sequence[Run], key: str, points: int = 100) -> Curve:
+    """Held-out accuracy against a cumulative column of `evals.jsonl`, as the paper draws it: mean and sample standard deviation.
+
+    Each run's trajectory is linearly interpolated onto a shared grid over the range jointly covered by all runs. Runs with fewer
+    than two evaluations are left out.
+    """
+    trajectories = [series(*column(run.evaluations, "accuracy", by=key)).sort_index() for run in runs]
+    trajectories = [trajectory for trajectory in trajectories if len(trajectory) > 1]
+    if not trajectories:
+        return Curve([], [], [], [])
+    start, end = max(t.index[0] for t in trajectories), min(t.index[-1] for t in trajectories)
+    grid = np.linspace(start, end, points) if start < end else np.empty(0)
+    return Curve.average(pd.DataFrame({i: np.interp(grid, t.index, t) for i, t in enumerate(trajectories)}, index=grid))
+
+
+def series(x: Sequence[float], y: Sequence[float]) -> pd.Series:
+    """Values of y indexed by x; the last one where x repeats."""
+    return pd.Series(dict(zip(x, y, strict=True)), dtype=float)
+
+
+def rate_curve(groups: Iterable[Group]) -> Curve:
+    """Final accuracy in percent against the learning rate: mean and sample standard deviation."""
+    finals = {group.learning_rate: pd.Series(values) for group in groups if (values := group.finals())}
+    return Curve.average(pd.DataFrame(finals).T)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A kind of curve that figures and page draw for every group of a setting.
+
+    Attributes:
+        y, x: columns of `metrics.jsonl`, or of `evals.jsonl` where y is "accuracy".
+        x_unit: the x axis shows x divided by it.
+        y_factor: the y axis shows y multiplied by it, 100 for percentages.
+        window: optimizer steps in the running mean that is drawn, for columns that are noisy from step to step.
+    """
+
+    name: str
+    title: str
+    y_title: str
+    y: str
+    x_title: str = "optimizer step"
+    x: str = "step"
+    x_unit: float = 1.0
+    logarithmic: bool = False
+    y_factor: float = 1.0
+    window: int = 1
+
+    @property
+    def over_steps(self) -> bool:
+        """Whether the chart shows a column of `metrics.jsonl`."""
+        return self.y != "accuracy"
+
+    @property
+    def spread(self) -> str:
+        return "lowest to highest run" if self.over_steps else "± sample standard deviation"
+
+    @property
+    def averaged(self) -> str:
+        """What line and band show, in words."""
+        smoothing = f"; running means of {self.window} steps" if self.window > 1 else ""
+        return f"mean over seeds; band: {self.spread}{smoothing}"
+
+    def curve(self, runs: Sequence[Run]) -> Curve:
+        """Mean and band of several runs, in the units of the chart."""
+        if self.over_steps:
+            curve = step_curve(runs, self.y, self.window)
+        else:
+            curve = evaluation_curve(runs) if self.x == "step" else interpolated_curve(runs, self.x)
+        x = [value / self.x_unit for value in curve.x]
+        return Curve(x, *([self.y_factor * value for value in side] for side in (curve.mean, curve.low, curve.high)))
+
+    def points(self, run: Run) -> tuple[list[float], list[float]]:
+        """The values of one run, in the units of the chart."""
+        x, y = column(run.metrics if self.over_steps else run.evaluations, self.y, by=self.x)
+        return [value / self.x_unit for value in x], [self.y_factor * value for value in running_mean(y, self.window)]
+
+
+CHARTS = [
+    Chart("gradient-norm", "Gradient norm before clipping", "gradient norm", "grad_norm", logarithmic=True),
+    Chart("generated-tokens", "Generated tokens per step", "tokens", "generated_tokens"),
+    Chart("response-length", "Response length", "tokens per response", "response_length"),
+    Chart("sampled-answers", "Sampled answers right", "right (%)", "correct_rate", y_factor=100.0, window=11),
+    Chart("entropy", "Entropy of the student's tokens", "entropy (nats)", "entropy", logarithmic=True, window=11),
+    Chart("accuracy", "Held-out accuracy", "accuracy (%)", "accuracy", y_factor=100.0),
+    Chart(
+        "tokens-accuracy",
+        "Generated tokens and accuracy",
+        "accuracy (%)",
+        "accuracy",
+        "cumulative generated tokens (thousands)",
+        "cumulative_generated_tokens",
+        x_unit=1e3,
+        y_factor=100.0,
+    ),
+    Chart(
+        "time-accuracy",
+        "Training time and accuracy",
+        "accuracy (%)",
+        "accuracy",
+        "training time (minutes)",
+        "cumulative_train_seconds",
+        x_unit=60.0,
+        y_factor=100.0,
+    ),
+]

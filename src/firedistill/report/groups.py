@@ -1,0 +1,245 @@
+"""Runs grouped by what they have in common: the groups, settings and study that a report is about."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from firedistill.report.read import Run, read_runs
+
+Item = TypeVar("Item")
+
+# Title, colour (readable on white and on black), and whether its line is broken; in the order of the paper's tables.
+METHODS = {
+    "supervised": ("Warm start", "#888888", True),
+    "full_context": ("Full Context", "#3b7ddd", False),
+    "on_policy_sft": ("On-Policy SFT", "#9c6b3f", False),
+    "veto": ("Veto", "#9b5fd6", False),
+    "top_d": ("TOP-D", "#129c8b", False),
+    "tropd": ("TrOPD", "#c99a06", False),
+    "srpo": ("SRPO", "#4a9e3d", False),
+    "demopsd": ("DemoPSD", "#d9559f", False),
+    "scope": ("SCOPE", "#16a3cf", False),
+    "no_attribution": ("No Attribution", "#f08a3c", True),
+    "no_projection": ("No Projection", "#b3544f", True),
+    "hard_gradient_excision": ("Hard Gradient Excision", "#8b8f3a", True),
+    "fire": ("FIRE", "#e5391f", False),
+}
+OTHER_COLOURS = ["#5a5fc7", "#b07aa1", "#76a35b", "#a8763e", "#2f9fb0", "#d1605e", "#7d8a99"]
+TASKS = {
+    "gsm8k": "GSM8K",
+    "asdiv": "ASDiv",
+    "aqua_rat": "AQuA-RAT",
+    "arc_challenge": "ARC-Challenge",
+    "winogrande": "WinoGrande",
+    "wic": "WiC",
+    "mmlu_pro": "MMLU-Pro",
+}
+# fmt: off
+INDIFFERENT = frozenset({
+    "seed", "output_dir", "data_dir", "run_name", "report_to", "logging_steps", "log_rollouts", "attribution_examples",
+    "save_steps", "save_total_limit", "do_eval", "eval_steps", "eval_batch_size", "rollout_batch_size",
+    "score_tokens_per_forward", "share_prefixes", "gradient_checkpointing", "use_cpu", "hub_token",
+})
+# fmt: on
+
+
+def makes_a_difference(name: str) -> bool:
+    """Whether runs with different values of a setting are different experiments, which are not averaged."""
+    return name not in INDIFFERENT
+
+
+@dataclass
+class Group:
+    """Runs that differ only in their seed.
+
+    Attributes:
+        factor: the learning rate relative to the comparison's; 1 for the groups that are compared.
+        apart: what distinguishes this group from the others of its method, the learning rate excepted.
+        colour, broken: of its lines.
+    """
+
+    method: str
+    runs: list[Run]
+    learning_rate: float
+    factor: float
+    apart: str
+    colour: str = ""
+    broken: bool = True
+
+    @property
+    def title(self) -> str:
+        """The method's name as the paper writes it."""
+        return METHODS[self.method][0] if self.method in METHODS else self.method
+
+    @property
+    def label(self) -> str:
+        """The title with what distinguishes this group from the others of its method."""
+        return self.title + (f", {self.factor:g}× rate" if self.factor != 1 else "") + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        return f" ({self.apart})" if self.apart else ""
+
+    @property
+    def order(self) -> tuple[int, str, str]:
+        """Sort key: methods that are not in the paper, then the order of the paper's tables."""
+        return list(METHODS).index(self.method) if self.method in METHODS else -1, self.method, self.apart
+
+    @property
+    def finished(self) -> list[Run]:
+        return [run for run in self.runs if run.finished]
+
+    def finals(self, key: str = "accuracy") -> list[float]:
+        """Percentages after the last step, one per finished run."""
+        finals = (run.final.get(key, math.nan) for run in self.runs if run.final is not None)
+        return [100 * value for value in finals if math.isfinite(value)]
+
+
+@dataclass
+class Setting:
+    """A model on a task, with the groups that are compared and those at other learning rates."""
+
+    model: str
+    task: str
+    groups: list[Group]
+
+    @property
+    def title(self) -> str:
+        return f"{short_model(self.model)}, {task_title(self.task)}"
+
+    @property
+    def compared(self) -> list[Group]:
+        return [group for group in self.groups if group.factor == 1]
+
+    def sweep(self, group: Group) -> list[Group]:
+        """A group and those that differ from it only in the learning rate, by rate."""
+        same = [other for other in self.groups if (other.method, other.apart) == (group.method, group.apart)]
+        return sorted(same, key=lambda other: other.learning_rate)
+
+
+@dataclass
+class Study:
+    """Everything that a report covers.
+
+    Attributes:
+        notes: what a reader must know: runs that are unfinished, not started or excluded.
+    """
+
+    title: str
+    settings: list[Setting]
+    notes: list[str]
+
+    @property
+    def groups(self) -> list[tuple[Setting, Group]]:
+        return [(setting, group) for setting in self.settings for group in setting.groups]
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for _, group in self.groups for run in group.runs]
+
+
+def short_model(model: str) -> str:
+    return model.rstrip("/").rpartition("/")[2] or model
+
+
+def task_title(task: str) -> str:
+    return TASKS.get(task, task)
+
+
+def read_study(paths: Sequence[str | Path]) -> Study:
+    """Read run directories and suites as one study.
+
+    Raises:
+        ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
+    """
+    runs, titles, notes = read_runs(paths)
+    by_setting = partition(runs, lambda run: (run.model, run.task))
+    settings = [Setting(model, task, grouped(members, notes)) for (model, task), members in by_setting.items()]
+    return Study("; ".join(dict.fromkeys(titles)) or "Runs", settings, notes)
+
+
+def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
+    """Items by key, in the order of their first appearance."""
+    parts: dict[Any, list[Item]] = {}
+    for item in items:
+        parts.setdefault(key(item), []).append(item)
+    return parts
+
+
+def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
+    """Group the runs of one setting, in the order of the paper's tables; adds a note for each excluded run."""
+    reference = reference_rate(runs)
+    groups = []
+    for method, members in partition(runs, lambda run: run.method).items():
+        for values, part in split_by_settings(members):
+            by_seed: dict[int, Run] = {}
+            for run in part:
+                if run.seed in by_seed:
+                    notes.append(f"{run.name} is excluded: {by_seed[run.seed].name} has the same settings and the same seed.")
+                by_seed.setdefault(run.seed, run)
+            rate = part[0].learning_rate
+            factor = 1.0 if math.isclose(rate, reference) else rate / reference
+            groups.append(Group(method, [by_seed[seed] for seed in sorted(by_seed)], rate, factor, described(values)))
+    groups.sort(key=lambda group: (*group.order, group.learning_rate))
+    assign_lines(groups)
+    return groups
+
+
+def reference_rate(runs: Sequence[Run]) -> float:
+    """The learning rate of the comparison: the suite's main rate, else the one that most methods share, else the first."""
+    planned = [run.learning_rate for run in runs if run.variant == ""]
+    methods = {(run.learning_rate, run.method) for run in runs if not planned or run.learning_rate in planned}
+    counts = Counter(rate for rate, _ in methods)
+    return max((run.learning_rate for run in runs if run.learning_rate in counts), key=lambda rate: counts[rate])
+
+
+def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Split the runs of one method wherever their settings differ; each part comes with its values of those settings."""
+    settings = [compared_settings(run.config) for run in runs]
+    names = dict.fromkeys(name for of_run in settings for name in of_run)
+    differing = [name for name in names if len({repr(of_run.get(name)) for of_run in settings}) > 1]
+    parts: dict[str, tuple[dict[str, Any], list[Run]]] = {}
+    for run, of_run in zip(runs, settings, strict=True):
+        values = {name: of_run.get(name) for name in differing}
+        parts.setdefault(repr(values), (values, []))[1].append(run)
+    return list(parts.values())
+
+
+def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that make runs of a method different experiments: integers as floats, empty values left out."""
+    settings = {
+        name: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        for name, value in config.items()
+        if makes_a_difference(name) and value not in (None, {}, [])
+    }
+    # How a step is cut into micro-batches changes memory, not the result.
+    sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    return settings | {"prompts_per_step": sizes[0] * sizes[1]}
+
+
+def described(values: Mapping[str, Any]) -> str:
+    """Settings as text. Without the learning rate, which labels give as a multiple, and the nominal rate that follows it."""
+    names = [name for name in values if name not in ("learning_rate", "nominal_learning_rate")]
+    if "nominal_learning_rate" in values and "learning_rate" not in values:
+        names.append("nominal_learning_rate")
+    return ", ".join(
+        f"{name} {values[name]:g}" if isinstance(values[name], float) else f"{name} {values[name]}" for name in names
+    )
+
+
+def assign_lines(groups: Sequence[Group]) -> None:
+    """Give the first compared group of each method of the paper the method's line, all others broken lines of other colours."""
+    styled: set[str] = set()
+    spare = itertools.cycle(OTHER_COLOURS)
+    for group in sorted(groups, key=lambda group: group.factor != 1):
+        if group.method in METHODS and group.method not in styled:
+            styled.add(group.method)
+            _, group.colour, group.broken = METHODS[group.method]
+        else:
+            group.colour, group.broken = next(spare), True
