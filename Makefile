@@ -34,6 +34,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== making $(VENV) and installing (about 1 GB; once)"

@@ -22,7 +22,7 @@ __all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch and transformers only when it is asked for: tasks and verifiers start at once."""
+    """Import what needs torch and transformers on first use: tasks and verifiers import quickly."""
     if name == "SelfDistillConfig":
         from firedistill.config import SelfDistillConfig
 

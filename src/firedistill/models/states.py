@@ -53,9 +53,9 @@ def score_responses(
 ) -> ResponseStates:
     """Last hidden states at the response positions of `prompt ++ response`, in the order given.
 
-    Rows are padded on the right, where causal attention cannot see, so that neither a mask nor position ids are needed. With
-    `max_tokens`, rows of similar length go together in forward passes of at most that many padded tokens (one row at least);
-    without, there is a single forward pass, as a student under a distributed wrapper needs.
+    Sequences are padded on the right, which causal attention does not see, so neither a mask nor position ids are needed. With
+    `max_tokens`, sequences of similar length share forward passes of at most that many padded tokens (one sequence at least).
+    Without it there is a single forward pass, as distributed wrappers need it for the student.
 
     Args:
         model: a causal language model with or without adapter and distributed wrapper.
@@ -106,7 +106,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 
 @contextmanager
 def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call `function` through the `forward` of a wrapper (DDP, FSDP), whose hooks synchronise gradients and gather shards."""
+    """Call `function` through the `forward` of a distributed wrapper (DDP), whose hooks synchronize gradients."""
     inner = getattr(model, "module", None)
     if not isinstance(inner, nn.Module):
         yield function

@@ -1,13 +1,13 @@
-"""DemoPSD (Li et al., arXiv 2607.02502): self-distillation whose target leans back where feedback changes too much.
+"""DemoPSD (Li et al., arXiv 2607.02502): self-distillation with a tempered target where feedback changes the teacher much.
 
-A teacher that was told the answer holds information that the student can never have. Where its distribution is far from that of
-the same weights without feedback, DemoPSD moves the target towards the latter: a normalised geometric mean with a share alpha_t that
-grows with their Jensen-Shannon divergence.
+A teacher that sees the answer has information that the student lacks. Where its distribution is far from that of the same weights
+without feedback, DemoPSD moves the target towards the latter: a normalized geometric mean whose share alpha_t grows with their
+Jensen-Shannon divergence.
 
     d_t = JSD(s_t, q_t),   alpha_t = alpha_max tanh(beta d_t / 2),   log B_t = (1 - alpha_t) log q_t + alpha_t log s_t - log Z
     loss_t = KL(p_t || sg[B_t])
 
-q is the EMA with feedback and s the EMA without. Here feedback about the response takes the place of a correct sibling response, every
+q is the EMA with feedback and s the EMA without. Feedback about the response replaces the original's correct sibling response, every
 rollout has it, and all sums run over the whole vocabulary.
 """
 

@@ -1,13 +1,13 @@
 """Distributions over the vocabulary and the logit gradients that targets induce, without cancellation.
 
-Every function takes `[..., V]` logits of any leading shape in float32 or float64 and answers in the same dtype. A target may be
-given as log-probabilities or as logits: a constant added to all tokens changes nothing.
+Every function takes `[..., V]` logits of any leading shape in float32 or float64 and returns the same dtype. A target may be
+log-probabilities or logits: a constant added to all tokens changes nothing.
 
-Two habits keep small numbers right. The student's most likely token, `top`, is the point of reference: log-ratios are shifted so
-that they are exactly 0 there, because a nearly deterministic student has `1 - p_top` far below the rounding error of `p_top`.
-And `1 - p_top` is the sum of the other probabilities, never a subtraction. For the same reason softmax and log-softmax are written
-out here: in float32 the built-in ones lose the tail of a large vocabulary beside the 1 of the top token (1e-4 of the energies at
-150,000 tokens), and round `log p_top = -1e-9` to 0.
+Two rules keep small numbers accurate. Log-ratios are shifted to be exactly 0 at the student's most likely token, `top`, because a
+nearly deterministic student has `1 - p_top` far below the rounding error of `p_top`. And `1 - p_top` is the sum of the other
+probabilities, never a subtraction. For the same reason softmax and log-softmax are implemented here: in float32 the built-in ones
+lose the tail of a large vocabulary beside the 1 of the top token (1e-4 of the energies at 150,000 tokens), and round
+`log p_top = -1e-9` to 0.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def log_softmax(logits: Tensor) -> Tensor:
 def log_ratio(logits: Tensor, target: Tensor, top: Tensor) -> Tensor:
     """`log p - log q` up to a constant that makes it exactly 0 at token `top` (`[..., 1]` indices); `[..., V]`.
 
-    The two differences from the value at `top` are taken with their rounding errors, so that two nearly equal distributions have
-    an accurate ratio even where their logits are large.
+    The two differences from the value at `top` are computed with their rounding errors, so that two nearly equal distributions
+    have an accurate ratio even where their logits are large.
     """
     student_shift, student_error = _exact_difference(logits, logits.gather(-1, top))
     target_shift, target_error = _exact_difference(target, target.gather(-1, top))
@@ -98,7 +98,7 @@ def entropy(logits: Tensor) -> Tensor:
 def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     """`KL(softmax(z) || q)` per position (eq. app_reverse_kl), differentiable in `student_logits` only; `[...]`.
 
-    The gradient is `induced_gradient`, in closed form. A target that is not normalised is normalised.
+    The gradient is `induced_gradient`, in closed form. The target need not be normalized.
     """
     return _ReverseKL.apply(student_logits, target_log_probs.detach())
 
@@ -106,7 +106,7 @@ def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
 def forward_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     """`KL(q || softmax(z))` per position, differentiable in `student_logits` only; `[...]`. The gradient is `p - q`.
 
-    A target that is not normalised is normalised.
+    The target need not be normalized.
     """
     return _ForwardKL.apply(student_logits, target_log_probs.detach())
 

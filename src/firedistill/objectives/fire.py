@@ -79,9 +79,9 @@ def fire_target(
     Args:
         student_logits: `[..., V]`, float32 or float64.
         teacher_logits: `[..., V]`, the EMA teacher with all feedback.
-        loo_logits: `[B, ..., V]`, the EMA teacher without field j; may be None without attribution.
+        loo_logits: `[B, ..., V]`, the EMA teacher without field j; None without attribution.
         step_scale: `s = max(1, a_k / a_0)`.
-        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
 
@@ -119,7 +119,7 @@ def fire_target(
     for alpha_j, view in zip(alpha[1:], q_without, strict=True):
         mixture = mixture + alpha_j.unsqueeze(-1) * log_softmax(view)
     attributed = ((chi > 0) & (alpha[0] < 1)).unsqueeze(-1)
-    log_q_A = torch.where(attributed, log_softmax(mixture), log_q_c)  # chi = 0: the full teacher, to the bit
+    log_q_A = torch.where(attributed, log_softmax(mixture), log_q_c)  # chi = 0: exactly the full teacher
 
     eta = torch.ones_like(rho)
     log_q_fire = log_q_A
@@ -153,7 +153,7 @@ def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
 
 
 def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:
-    """Logits whose normalized log-probabilities are at least the floor; the others keep their value to the bit."""
+    """Logits whose normalized log-probabilities are at least the floor; the others are unchanged, bit for bit."""
     logits = finite_logits(logits)
     if log_prob_floor is None:
         return logits
@@ -198,7 +198,7 @@ def excised_target(
         student_logits, teacher_logits: `[..., T, V]`.
         loo_logits: `[B, ..., T, V]`.
         mask: `[..., T]`, true at response tokens.
-        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
 
     Returns:
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed

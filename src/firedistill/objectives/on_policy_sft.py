@@ -1,8 +1,7 @@
 """On-Policy SFT (arXiv 2602.13407): maximum likelihood on the student's own correct answers.
 
-Policy-gradient training for answers that are right and short, reduced to what remains when the KL term, the group normalisation and
-the length reward are dropped: sample at temperature 1, keep what is right within the length budget, raise its likelihood. There is no
-teacher and no feedback.
+Policy-gradient training for short correct answers without KL term, group normalization and length reward: sample at temperature 1,
+keep the correct responses within the length budget, raise their likelihood. It uses neither teacher nor feedback.
 
     L = - 1/(B G) sum_{i kept} 1/L_max sum_t log p(y_it),   L_max = the longest kept response of the step
 

@@ -1,8 +1,7 @@
 """SCOPE (arXiv 2604.10688): correct answers reinforce themselves, wrong ones follow the teacher, each weighted by perplexity.
 
-Correct responses need no teacher; those that the student found unlikely get more of the weight. Wrong responses are distilled on their
-sampled tokens; those that the teacher finds likely get more of it, since there the teacher can still find its way. Both weights are a
-softmax within the responses to one prompt.
+Correct responses need no teacher; those that are unlikely under the student weigh more. Wrong responses are distilled on their sampled
+tokens; those that are likely under the teacher weigh more. Both weights are a softmax within the responses to one prompt.
 
     w_i = softmax(-s_i / tau) over the correct ones,  s_i = 1/M_i sum_t log p_old(y_it)
     w_i = softmax(+u_i / tau) over the wrong ones,    u_i = 1/M_i sum_t log q(y_it)

@@ -1,4 +1,4 @@
-"""TOP-D (Xie et al., arXiv 2607.04751): PPO on dense rewards from a teacher that is never far away.
+"""TOP-D (Xie et al., arXiv 2607.04751): PPO on dense rewards from a proximal teacher.
 
 The log-ratio of teacher and student as a reward goes to minus infinity where the teacher rejects a token. TOP-D takes the ratio of a
 proximal teacher, the mixture `alpha q + (1 - alpha) p_old`, which is bounded below. The rewards of the sampled tokens become
@@ -10,9 +10,9 @@ advantages, normalised over all tokens of the responses to one prompt, and serve
     J = 1 / sum_i L_i sum_ik min(w A, clip(w, 1 - eps, 1 + eps) A),   w = p / p_old;   loss = -J
 
 No verifier reward enters. One step samples for all prompts, then makes one update per `minibatch_prompts` prompts, in random order,
-each followed by the EMA; the teacher's scores stay those of the start of the step, the learning rate that of the step. Every group
+each followed by the EMA. The teacher's scores are those of the start of the step, the learning rate is that of the step. Every group
 is scaled to unit variance however small the gap between teacher and student is, so that even rounding noise becomes a full-size
-advantage: a collapse is part of the published results and is not repaired here.
+advantage. The published results include a collapse; this implementation does not prevent it.
 """
 
 from __future__ import annotations

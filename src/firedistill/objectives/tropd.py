@@ -1,9 +1,9 @@
 """TrOPD (Xing et al., arXiv 2606.01249): trust the sampled-token reward only where the teacher would have accepted the token.
 
-The reverse-KL reward of a sampled token is cheap, and wild where teacher and student disagree. TrOPD keeps it where the acceptance
-test of speculative decoding passes; at the other tokens the student imitates the teacher's most likely ones by forward KL. One more
-response per prompt starts from a prefix that the teacher wrote, imitated with a tiny weight; its longest length shrinks to 0 over
-training.
+The reverse-KL reward of a sampled token is cheap, and has high variance where teacher and student disagree. TrOPD keeps it where the
+acceptance test of speculative decoding passes; at the other tokens the student imitates the teacher's most likely tokens by forward
+KL. One more response per prompt starts from a prefix that the teacher wrote, imitated with a small weight; its longest length shrinks
+to 0 over training.
 
     P_t = min(1, q(y_t) / p_old(y_t)),   M_t ~ Bernoulli(P_t)
     trusted:  - sg[log q(y_t) - log p_old(y_t)] log p(y_t)          (a score function: the reward is not differentiated)
@@ -11,9 +11,9 @@ training.
     prefix:   - beta log p(y_t)
     longest prefix at step k of K:  round(max_prefix (1 + cos(pi k / (K - 1))) / 2)
 
-Losses are averaged over all tokens of the responses to a prompt, then over prompts. The teacher is the EMA with feedback; its draft is
-made from the feedback on an empty response, since there is none yet, and the finished guided response gets its own. Draft and
-continuation count as generated tokens, the prefix not twice; where no prefix is allowed any more, no draft is made.
+Losses are averaged over all tokens of the responses to a prompt, then over prompts. The teacher is the EMA with feedback. Its draft
+uses feedback on an empty response; the finished guided response gets feedback of its own. Draft and continuation count as generated
+tokens, the prefix is not counted twice. No draft is made once the longest prefix is 0.
 """
 
 from __future__ import annotations

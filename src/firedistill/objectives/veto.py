@@ -1,13 +1,13 @@
-"""Veto (Jang et al., arXiv 2601.07155): forward KL to a target that both teacher and student must like.
+"""Veto (Jang et al., arXiv 2601.07155): forward KL to a product of experts, the teacher and the student itself.
 
-Forward KL to a teacher explodes on tokens that the teacher wants and the student thinks impossible. Veto's target is a product of
-experts, the teacher times a tempered copy of the student itself, so that teacher-only tokens are vetoed early on. The student's
-vote, the exponent beta, decays linearly to 0 over training, where the target is the plain teacher.
+Forward KL to a teacher is large on tokens that the teacher prefers and the student considers impossible. Veto's target is the teacher
+times a tempered copy of the student, which suppresses such tokens early in training. The student's exponent beta decays linearly to
+0, where the target is the plain teacher.
 
     Q_t(v) = q_t(v) p_t(v)^beta / Z,   loss_t = KL(sg[Q_t] || p_t),   beta_k = beta_start + (beta_end - beta_start) k / (K - 1)
 
-Here the teacher is the EMA with feedback on the student's own response, every rollout is distilled, and the schedule ends at
-`beta_end` exactly. Even for q = p the loss is not 0 while beta > 0: the target is sharper than the student.
+The teacher is the EMA with feedback on the student's own response, every rollout is distilled, and the schedule ends exactly at
+`beta_end`. While beta > 0 the loss is positive even for q = p: the target is sharper than the student.
 """
 
 from __future__ import annotations

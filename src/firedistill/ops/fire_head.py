@@ -149,7 +149,7 @@ def first_pass(
         teacher_hidden: `[W, H]`, the EMA teacher's states with all feedback at the W tokens of wrong responses, in their order.
         teacher_head: the teacher's, if it is not the student's.
         step_scale: `s = max(1, a_k / a_0)`.
-        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None is no floor.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
         chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.

@@ -1,8 +1,8 @@
-"""From hidden states to token losses without ever holding the logits of a batch.
+"""From hidden states to token losses without holding the logits of a batch.
 
-`Head` turns last hidden states into float32 logits. `chunked_token_loss` walks over the response tokens in chunks of bounded size:
-project, compute the objective, differentiate inside the chunk, keep only the gradient of the hidden states. Peak memory is that of
-one chunk, whatever the number of tokens.
+`Head` turns last hidden states into float32 logits. `chunked_token_loss` processes the response tokens in chunks of bounded size:
+project, compute the loss, differentiate inside the chunk, keep only the gradient of the hidden states. Peak memory is that of one
+chunk, whatever the number of tokens.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.autograd.function import once_differentiable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so that fewer tokens cost more
-# each, while beyond 32 MiB the C library maps fresh memory for every tensor. On a GPU 256 MiB, to keep it busy (not measured).
+# Logits per chunk and distribution. On a CPU 16 MiB in float32: every projection reads the whole head, so smaller chunks cost more per
+# token, while beyond 32 MiB the C library maps fresh memory for every tensor. On a GPU 256 MiB (not measured).
 CHUNK_ELEMENTS = 2**22
 CHUNK_ELEMENTS_GPU = 2**26
 
 
 class Head(nn.Module):
-    """The language-model head with everything that a model does to its logits.
+    """The language-model head with all transformations that a model applies to its logits.
 
     Args:
-        projection: the output embedding (a linear layer, possibly quantised or wrapped by an adapter).
+        projection: the output embedding (a linear layer, possibly quantized or wrapped by an adapter).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
         scale: logits are multiplied by it (Cohere's `logit_scale`; the inverse of Granite's `logits_scaling`).
-        temperature: logits are divided by it before any distribution is formed (`score_temperature`).
+        temperature: logits are divided by it (`score_temperature`).
         override: parameters that replace the projection's own (the EMA teacher of a trained head).
     """
 
@@ -75,7 +75,7 @@ class Head(nn.Module):
         return self.projection(hidden)
 
     def logits(self, projected: Tensor) -> Tensor:
-        """The second half of `forward`, token by token: everything that happens to the products, in float32 or float64."""
+        """The second half of `forward`, token by token, in float32 or float64."""
         logits = projected.to(torch.promote_types(projected.dtype, torch.float32))
         if self.scale != 1.0:
             logits = logits * self.scale
@@ -134,7 +134,7 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
 
 
 def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """The detached scalar `value` as a function of `inputs` whose gradients are known already; differentiable once."""
+    """The detached scalar `value` as a function of `inputs` with these gradients; differentiable once."""
     return _WithGradients.apply(value, [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)], *inputs)
 
 

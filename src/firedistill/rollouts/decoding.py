@@ -1,7 +1,7 @@
-"""A plain decoding loop over a model's forward pass with a key-value cache.
+"""A decoding loop over a model's forward pass with a key-value cache.
 
-What makes it faster than `generate`: a prompt that occurs several times is read once; the cache has room to grow, where `generate`
-copies all of it for every token; the law orders only the tokens that can be drawn; a response that has ended leaves the batch.
+It is faster than `generate` because a prompt that occurs several times is read once; the cache has room to grow, where `generate`
+copies all of it for every token; only the largest scores are sorted; and a finished response leaves the batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_va
 
 
 def can_decode(model: PreTrainedModel) -> bool:
-    """Whether `decode` does for this model what its own `generate` does.
+    """Whether `decode` gives for this model what its own `generate` gives.
 
-    Not for encoder-decoders, for states other than keys and values (recurrent, linear attention), nor where the class
-    prepares the inputs of a step in its own way.
+    False for encoder-decoders, for states other than keys and values (recurrent, linear attention), and for classes that prepare the
+    inputs of a step themselves.
     """
     own_ways = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "generate")
     return (
@@ -57,10 +57,9 @@ def decode(
     Args:
         model: a causal language model for which `can_decode` holds, in evaluation mode.
         limits: largest number of tokens of each response, at least 1.
-        uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, so that neither the batch
-            nor the rows that have left it have a say.
-        stop_ids: tokens that end a response, themselves included.
-        pad_id: stands to the left of shorter prompts; it is masked, so any token does.
+        uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, independently of the batch.
+        stop_ids: tokens that end a response and belong to it.
+        pad_id: left padding of shorter prompts; it is masked.
 
     Returns:
         The token ids of the responses, stop token included.
@@ -88,7 +87,7 @@ def decode(
         if not unfinished:
             break
         if len(unfinished) < len(rows):
-            # To copy the cache once costs less than a step, so a response that has ended leaves at once.
+            # Copying the cache once costs less than a step, so a finished response leaves at once.
             rows = [rows[index] for index in unfinished]
             batch.select(unfinished)
             tokens = tokens[unfinished]
@@ -99,7 +98,7 @@ def decode(
 class _Batch:
     """What the model has read so far: `length` columns, of which `mask` `[B, longest]` leaves out the padding on the left.
 
-    `seen` is `[B, V]`, true for the tokens read, and None where nobody asks (`remember`).
+    `seen` is `[B, V]`, true for the tokens read; None without `remember`.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], room: int, pad_id: int, remember: bool):
@@ -115,7 +114,7 @@ class _Batch:
         """Logits `[B, V]` of the first token."""
         scores = self._forward(self.prompt_ids)
         if self.remember:
-            # A column more takes the padding, which is no part of the prompt, whatever token it is spelled with.
+            # One more column takes the padding, whose token may also occur in prompts.
             vocabulary = scores.shape[-1]
             ids = self.prompt_ids.masked_fill(self.mask[:, : self.length] == 0, vocabulary)
             self.seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)[
@@ -142,7 +141,7 @@ class _Batch:
         return output.logits[:, -1].float()
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows only; a row may occur several times."""
+        """Continue with these rows only; a row may occur several times."""
         if rows == list(range(len(self.mask))):
             return
         index = torch.tensor(rows, device=self.mask.device)
@@ -152,7 +151,7 @@ class _Batch:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values `[B, heads, length, size]` as views of buffers with room for more, so that a token is written, not appended."""
+    """Keys and values `[B, heads, length, size]` as views of larger buffers, so that a token is written in place."""
 
     ROOM = 128
 
@@ -182,7 +181,7 @@ class RoomyLayer(DynamicLayer):
 
 
 def roomy_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache; layers with a sliding window stay what `transformers` makes of them."""
+    """An empty cache; layers with a sliding window keep the class that `transformers` gives them."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

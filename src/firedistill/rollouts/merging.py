@@ -1,4 +1,4 @@
-"""The adapter merged into copies of the projections for the length of a call; the base weights are never written to."""
+"""The adapter merged into copies of the projections for the duration of a call; the base weights are never written to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
     """The adapted projections for which `W + s B A` is one plain matrix: parent module, name within it, layer.
 
-    Others stay as they are: quantised or sharded weights, variants such as DoRA, adapters with a bias, disabled adapters.
+    Other layers stay unmerged: quantized or sharded weights, variants such as DoRA, adapters with a bias, disabled adapters.
     """
     return [
         (parent, name, layer)
@@ -53,18 +53,18 @@ def _active(layer: lora.Linear) -> list[str]:
 
 
 def merged_bytes(model: nn.Module) -> int:
-    """What the copies of the adapted projections take: one more of each."""
+    """Bytes of the copies of the adapted projections."""
     return sum(_base(layer).weight.nbytes for _, _, layer in mergeable_layers(model))
 
 
 @contextmanager
 @torch.no_grad()
 def merged_adapter(model: PreTrainedModel | PeftModel) -> Iterator[None]:
-    """Run `model` with its adapter merged, from the values that base and adapter have now.
+    """Run `model` with its adapter merged, from the present values of base and adapter.
 
-    Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`, and the
-    very same layers are put back, also after an exception. Gradients cannot flow through the copies. Where the CPU's matrix kernels
-    have a block order of their own, the copies are made in it, and one of the output projection too.
+    Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`. The same
+    layers are restored afterwards, also after an exception. Gradients do not flow through the copies. Where the CPU's matrix kernels
+    have their own block layout, the copies and a copy of the output projection use it.
     """
     adapted = mergeable_layers(model)
     layers: list[tuple[nn.Module, str, nn.Module]] = [*adapted]
@@ -104,7 +104,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """The kernels that `torch.compile` uses on the CPU are there for this weight."""
+    """Whether the kernels that `torch.compile` uses on the CPU exist for this weight."""
     return (
         weight.device.type == "cpu"
         and type(weight.data) is Tensor
@@ -117,9 +117,9 @@ def can_pack(weight: Tensor) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer whose weight lies in the block order of the CPU's bfloat16 kernels.
+    """A frozen linear layer whose weight has the block layout of the CPU's bfloat16 kernels.
 
-    `nn.Linear` brings it into that order for every product anew. The results are the same.
+    `nn.Linear` converts to that layout for every product. The results are the same.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):

@@ -1,8 +1,7 @@
-"""The sampling law written out: which tokens may follow, with which probability, and the draw.
+"""Sampling parameters applied to logits: which tokens may follow, with which probability, and the draw.
 
-The order is that of `transformers`: repetition penalty, temperature, top-k, top-p. The law is the same to the letter; what differs is
-the work. A nucleus has some tens of tokens and a vocabulary 150,000, so only the largest scores are ordered, and all of them only for
-rows whose nucleus turns out to be wider than that.
+The order is that of `transformers`: repetition penalty, temperature, top-k, top-p, and the distribution is the same. Only the largest
+scores are sorted, since a nucleus has tens of tokens and a vocabulary 150,000; where a nucleus is wider, more of them are.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ CANDIDATES = 128
 
 
 def penalise_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide the positive scores of the tokens seen so far by `penalty` and multiply the negative ones; `[B, V]`.
+    """Divide the positive scores of the tokens seen so far by `penalty`, multiply the negative ones by it; `[B, V]`.
 
     Args:
-        seen: `[B, V]`, true for the tokens of prompt and response. Padding is not among them, which `generate` cannot tell apart.
+        seen: `[B, V]`, true for the tokens of prompt and response, false for padding (which `generate` penalizes too).
     """
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
@@ -56,16 +55,16 @@ def _draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> T
 
 
 def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The law of the next token over the `width` best tokens.
+    """The distribution of the next token over the `width` best tokens.
 
-    Where the nucleus ends among tokens of equal score, the order of the sort says which of them are in, as in `transformers`.
+    Where the nucleus ends among tokens of equal score, the sort order decides which of them belong to it, as in `transformers`.
 
     Args:
         scores: `[B, V]` logits after repetition penalty and temperature.
 
     Returns:
-        Weights `[B, K]` in float64, proportional to the probabilities and zero for what top-k or top-p excludes; their tokens
-        `[B, K]`; and `[B]` true where they are the whole law, no allowed token being missing.
+        Weights `[B, K]` in float64, proportional to the probabilities, 0 for tokens that top-k or top-p excludes; their tokens
+        `[B, K]`; and `[B]` true where no allowed token is missing.
     """
     vocabulary = scores.shape[-1]
     best = scores.amax(-1, keepdim=True)
