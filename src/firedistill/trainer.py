@@ -53,7 +53,15 @@ from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, model_card, rollout_row
 from firedistill.run.resume import ResumableTrainer, read_json
 from firedistill.run.trackers import guard_trackers
-from firedistill.step import TrainingOrder, Update, learning_rate_factor, plan_updates, rollout_metrics, select_rollouts, step_seed
+from firedistill.step import (
+    TrainingOrder,
+    Update,
+    learning_rate_factor,
+    plan_updates,
+    rollout_metrics,
+    select_rollouts,
+    step_seed,
+)
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask
 from firedistill.teacher import Teacher

@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState
 
 from firedistill import files
 from firedistill.config import SelfDistillConfig
-from firedistill import files
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.signals import StopOnSignal, StopRequest
