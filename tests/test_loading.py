@@ -353,9 +353,9 @@ def test_folders_that_are_not_an_adapter(tmp_path, base_and_adapter):
 
 def test_adapter_of_another_base(base_and_adapter, tmp_path):
     base, adapter, _ = base_and_adapter
-    with pytest.raises(ModelError, match="another base model: .* has (48|96) features there, (32|64) in the adapter"):
+    with pytest.raises(ModelError, match="another base model: .* has (48|96) features in this model, (32|64) in the adapter"):
         load_adapter(tiny_model(hidden=48), adapter)
-    with pytest.raises(ModelError, match="another base model: there is no linear layer model.layers.1"):
+    with pytest.raises(ModelError, match="another base model: this model has no linear layer model.layers.1"):
         load_adapter(tiny_model(layers=1), adapter)
     shutil.copytree(base, tmp_path / "twin")
     twin, _ = load_model_and_tokenizer(str(tmp_path / "twin"))

@@ -113,10 +113,10 @@ def _check_shapes(model: torch.nn.Module, folder: Path, config: dict[str, Any]) 
             continue
         name, factor = match.groups()
         if name not in layers:
-            raise ModelError(f"{other_base}: there is no linear layer {name}")
+            raise ModelError(f"{other_base}: this model has no linear layer {name}")
         rank, width = shape if factor == "A" else shape[::-1]
         expected = layers[name].in_features if factor == "A" else layers[name].out_features
         if width != expected:
-            raise ModelError(f"{other_base}: {name} has {expected} features there, {width} in the adapter")
+            raise ModelError(f"{other_base}: {name} has {expected} features in this model, {width} in the adapter")
         if rank not in ranks:
             raise ModelError(f"{folder} contradicts itself: its config says rank {config.get('r')}, {name} has rank {rank}")
