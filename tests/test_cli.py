@@ -449,7 +449,7 @@ def test_a_run_that_is_there_goes_on(run, tmp_path, firedistill):
     assert len(read_jsonl(killed / "metrics.jsonl")) == 3
     told = firedistill("train", killed, "--resume")
     assert told.status == 0 and f"run directory  {killed}" in told.out
-    assert f"goes on after step 2, from {killed / 'checkpoint-2'}" in told.out
+    assert f"resuming after step 2, from {killed / 'checkpoint-2'}" in told.out
     for name in ("metrics.jsonl", "evals.jsonl"):
         same_rows(comparable(killed / name), comparable(run / name))
     assert (killed / "adapter" / "adapter_model.safetensors").is_file()

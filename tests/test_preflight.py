@@ -1,4 +1,4 @@
-"""The preflight: every fault that can be known before the first step is named with its mend, and nothing else is."""
+"""The preflight reports every problem that can be known before the first step with its fix, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import time
 
 import pytest
 
-from firedistill import Example, SelfDistillTrainer, Verdict, load_task
+from firedistill import Example, Verdict, load_task
 from firedistill.cli import main as cli
 from firedistill.cli.preflight import CHECKED, memory_estimate, preflight
 from firedistill.prompts import PromptEncoder, student_messages
+from firedistill.setup import load_setup
 from killable import killable_config
 from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
 
@@ -26,21 +27,21 @@ HELD_OUT = [Example(f"toy/eval/{i}", f"Another question {i}", "even", solution="
 
 
 def found(
-    model, tmp_path, task=None, train=None, held_out=HELD_OUT, setup=lambda trainer: None, **changes
+    model, tmp_path, task=None, train=None, held_out=HELD_OUT, change=lambda setup: None, **changes
 ) -> dict[str, list[str]]:
     """Texts of the findings by level."""
     changes = {"max_context_tokens": 1800, **changes}
     config = killable_config(model, tmp_path / "run", "fire", **changes)
-    trainer = SelfDistillTrainer(args=config, task=task or ToyTask(), train_examples=train, eval_examples=held_out)
-    setup(trainer)
+    setup = load_setup(config, task=task or ToyTask(), train_examples=train, eval_examples=held_out)
+    change(setup)
     texts: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
     before = random.getstate()
-    for finding in preflight(trainer):
-        assert finding.level == "note" or finding.mend, "a finding comes with its mend"
+    for finding in preflight(setup):
+        assert finding.level == "note" or finding.fix, "a finding comes with its fix"
         assert "\n" not in str(finding)
         texts[finding.level].append(str(finding))
-    assert random.getstate() == before, "what is looked at does not change the run"
-    assert not any((tmp_path / "run").iterdir()), "nothing is written"
+    assert random.getstate() == before, "the checks do not change the run"
+    assert not (tmp_path / "run").exists(), "nothing is written"
     return texts
 
 
@@ -52,13 +53,13 @@ def only(texts: dict[str, list[str]], level: str) -> str:
 def test_a_sane_start_has_notes_only(model, tmp_path):
     texts = found(model, tmp_path)
     assert texts["error"] == texts["warning"] == []
-    told = "\n".join(texts["note"])
-    assert "12 of 12 are judged right by the task's verifier" in told and "3 of 3 are judged right" in told
-    assert "trainable parameters in 14 modules" in told and "checkpoints of about" in told and "memory: about" in told
+    shown = "\n".join(texts["note"])
+    assert "12 of 12 are judged right by the task's verifier" in shown and "3 of 3 are judged right" in shown
+    assert "trainable parameters in 14 modules" in shown and "checkpoints of about" in shown and "memory: about" in shown
 
 
 class Strict(ToyTask):
-    """Judges nothing right for some examples."""
+    """Judges every response to some examples wrong."""
 
     name = "strict"
 
@@ -78,7 +79,7 @@ def test_golds_that_the_verifier_refuses(model, tmp_path):
     task = Strict(1)
     texts = found(model, tmp_path, task, task.examples("train", 30))
     assert "1 of 30 golds are judged wrong by the task's own verifier: toy/train/0 ->" in texts["warning"][0]
-    assert "1 of 3 golds are judged wrong" in only(texts, "error"), "a third of the held-out ones"
+    assert "1 of 3 golds are judged wrong" in only(texts, "error"), "a third of the held-out examples"
     texts = found(model, tmp_path, Strict(30, error=True), task.examples("train", 30))
     assert any("30 of 30 golds cannot be judged" in text for text in texts["error"])
 
@@ -92,18 +93,20 @@ def test_the_golds_of_built_in_tasks_pass(name, model, tmp_path):
 
 def test_large_data_is_sampled_evenly_and_fast(model, tmp_path):
     examples = ToyTask().examples("train", 40_000)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     texts = found(model, tmp_path, train=examples)
-    assert time.perf_counter() - begun < 20
-    assert any(f"{CHECKED} of {CHECKED} (checked of 40000) are judged right" in text for text in texts["note"])
+    assert time.perf_counter() - started < 20
+    assert any(f"{CHECKED} of {CHECKED} (a sample of 40000) are judged right" in text for text in texts["note"])
 
 
-def test_data_that_cannot_be_meant(model, tmp_path):
+def test_invalid_data(model, tmp_path):
     examples = [Example("a", "Same?", "even", solution="ab"), Example("a", " ", "even", solution="ab")]
     texts = found(model, tmp_path, train=examples, held_out=[Example("b", "Same?", "even", solution="ab")])
     assert "1 questions are empty: a" in only(texts, "error")
-    told = "\n".join(texts["warning"])
-    assert "1 uids occur more than once, a among them" in told and "1 training questions are held-out questions" in told
+    shown = "\n".join(texts["warning"])
+    assert (
+        "1 uids occur more than once, for instance a" in shown and "1 training questions are also held-out questions" in shown
+    )
 
 
 def test_prompts_against_the_budgets(model, tmp_path):
@@ -118,7 +121,7 @@ def test_prompts_against_the_budgets(model, tmp_path):
     texts = found(model, tmp_path, max_context_tokens=900)
     assert "raise max_context_tokens by" in only(texts, "warning")
     texts = found(model, tmp_path, max_context_tokens=4000)
-    assert "max_context_tokens is 4000, the model knows 2048 positions" in only(texts, "warning")
+    assert "max_context_tokens is 4000, the model has 2048 positions" in only(texts, "warning")
 
 
 @pytest.mark.parametrize(
@@ -131,25 +134,25 @@ def test_prompts_against_the_budgets(model, tmp_path):
     ],
 )
 def test_chat_templates(template, complaint, model, tmp_path):
-    texts = found(model, tmp_path, setup=lambda t: setattr(t.processing_class, "chat_template", template))
+    texts = found(model, tmp_path, change=lambda setup: setattr(setup.tokenizer, "chat_template", template))
     assert any(complaint in text for text in texts["error"])
 
 
 def test_tokens_that_do_not_fit_the_model(model, tmp_path):
-    def few_rows(trainer):
-        trainer.model.get_base_model().set_output_embeddings(random_model(rows=200).get_output_embeddings())
+    def few_rows(setup):
+        setup.model.get_base_model().set_output_embeddings(random_model(rows=200).get_output_embeddings())
 
-    assert "tokens up to 258" in only(found(model, tmp_path, setup=few_rows), "error")
+    assert "tokens up to 258" in only(found(model, tmp_path, change=few_rows), "error")
     assert len(byte_tokenizer()) == 259
 
-    def no_end(trainer):
-        trainer.model.generation_config.eos_token_id = trainer.processing_class.pad_token_id
-        trainer.model.get_base_model().generation_config.eos_token_id = trainer.processing_class.pad_token_id
-        trainer.processing_class.eos_token = "<|im_start|>"
+    def no_end(setup):
+        setup.model.generation_config.eos_token_id = setup.tokenizer.pad_token_id
+        setup.model.get_base_model().generation_config.eos_token_id = setup.tokenizer.pad_token_id
+        setup.tokenizer.eos_token = "<|im_start|>"
 
-    told = "\n".join(found(model, tmp_path, setup=no_end)["warning"])
-    assert "ends a turn with '<|im_end|>', which does not end a response" in told
-    assert "the pad token also ends a response" in told
+    shown = "\n".join(found(model, tmp_path, change=no_end)["warning"])
+    assert "ends a turn with '<|im_end|>', which does not end a response" in shown
+    assert "the pad token also ends a response" in shown
 
 
 def test_feedback_that_fails(model, tmp_path):
@@ -157,7 +160,7 @@ def test_feedback_that_fails(model, tmp_path):
         def feedback(self, example, response, verdict):
             return response[0]
 
-    assert "there is none for 12 of 12 examples" in only(found(model, tmp_path, Silent()), "error")
+    assert "feedback: it fails for 12 of 12 examples" in only(found(model, tmp_path, Silent()), "error")
 
 
 def test_disk_and_memory(model, tmp_path, monkeypatch):
@@ -170,29 +173,29 @@ def test_disk_and_memory(model, tmp_path, monkeypatch):
 
 
 def test_the_memory_estimate_counts_what_is_certain(model, tmp_path):
-    trainer = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire"), task=ToyTask())
-    need = memory_estimate(trainer)
-    base = sum(p.numel() for p in trainer.model.parameters() if not p.requires_grad)
-    adapter = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    setup = load_setup(killable_config(model, tmp_path / "run", "fire"), task=ToyTask())
+    need = memory_estimate(setup)
+    base = sum(p.numel() for p in setup.model.parameters() if not p.requires_grad)
+    adapter = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
     assert need["base model"] == 4 * base and need["adapter, teacher, optimizer"] == 5 * 4 * adapter and need["work"] > 0
 
 
 def test_settings_that_do_not_fit(model, tmp_path):
     few = ToyTask().examples("train", 5)
     texts = found(model, tmp_path, train=few, train_size=7, warmup_steps=9)
-    told = "\n".join(texts["warning"])
-    assert "7 problems are asked for, there are 5" in told and "9 of 6 steps warm up" in told
+    shown = "\n".join(texts["warning"])
+    assert "7 problems are requested, the task has 5" in shown and "warms up for 9 of 6 steps" in shown
 
 
 def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_path, capsys):
     config = killable_config(model, tmp_path / "run", "fire", 1, max_context_tokens=1800, eval_size=0, lora_dropout=0.0)
     config.save_yaml(tmp_path / "mine.yaml")
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "only"]) == 0
-    told = capsys.readouterr().out
-    assert "note: training golds: 12 of 12 are judged right" in told and not any((tmp_path / "run").iterdir())
+    shown = capsys.readouterr().out
+    assert "note: training golds: 12 of 12 are judged right" in shown and not list((tmp_path / "run").glob("*"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--max_prompt_tokens", "3"]) == 2
     printed = capsys.readouterr()
     assert "error: training prompts: 12 of 12 have more than 3 tokens" in printed.out
-    assert "1 thing to mend before training" in printed.err and not any((tmp_path / "run").iterdir())
+    assert "1 thing to mend before training" in printed.err and not list((tmp_path / "run").glob("*"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "maybe"]) == 2
     assert dataclasses.is_dataclass(preflight.__globals__["Finding"])

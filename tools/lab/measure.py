@@ -1,11 +1,14 @@
-"""What the laboratory's model can do, measured on held-out problems: the numbers of its model card.
+"""Measure the lab model on held-out problems; prints the numbers of its model card.
 
     python tools/lab/measure.py --model lab --problems 400
 
-Three questions. How many problems does it solve, greedily and sampled? Given feedback about the wrong answers (those sampled as in the
-recipe `lab`), how many does the teacher solve? And does the teacher disagree with a wrong answer at the token where it goes
-wrong? For the last, student and teacher score the wrong answer as training does, and the probability of the gold token is read
-where the answer first differs from the gold solution; once per teacher view.
+It answers three questions:
+
+* How many problems does the model solve, greedily and sampled?
+* How many of the wrong answers (sampled as in the recipe `lab`) does the teacher solve, given feedback?
+* Does the teacher disagree with a wrong answer at the first wrong token? Student and teacher score the wrong answer as in
+  training, once per teacher view; the result is the probability of the gold token where the answer first differs from the gold
+  solution.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from firedistill.rollouts.engine import Rollout, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=64)
-LAWS = {
+SAMPLINGS = {
     "greedy": GREEDY,
     "sampled, temperature 0.8, top-p 0.95 (the default of a run)": Sampling(max_new_tokens=64),
     "sampled, temperature 1, top-p 1 (the recipe lab)": Sampling(temperature=1.0, top_p=1.0, max_new_tokens=64),
@@ -36,7 +39,7 @@ def main() -> None:
     parser.add_argument("--model", default="lab")
     parser.add_argument("--tasks", nargs="+", default=["arithmetic", "arithmetic:easy", "arithmetic:medium", "arithmetic:hard"])
     parser.add_argument("--problems", type=int, default=400, help="per task")
-    parser.add_argument("--show", type=int, default=0, help="print so many sampled answers")
+    parser.add_argument("--show", type=int, default=0, help="number of sampled answers to print")
     settings = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -46,8 +49,8 @@ def main() -> None:
         task = load_task(name)
         examples = task.examples("eval", settings.problems)
         print(f"{name}, {len(examples)} held-out problems")
-        for label, law in LAWS.items():
-            rollouts, _ = answer_examples(engine, task, encoder, examples, law, budget, seed=1)
+        for label, sampling in SAMPLINGS.items():
+            rollouts, _ = answer_examples(engine, task, encoder, examples, sampling, budget, seed=1)
             summary = summarise(rollouts)
             print(
                 f"  {label}: {summary['accuracy']:.1%} right (± {summary['stderr']:.1%}), "
@@ -74,13 +77,13 @@ def main() -> None:
 
 
 def divergence(model, encoder: PromptEncoder, task, wrong: list[Rollout], view: View) -> tuple[float, float]:
-    """Mean probability under a view of (the gold token, the sampled token) where a wrong answer first differs from the gold one."""
+    """Mean probabilities under a view of the gold and the sampled token where a wrong answer first differs from the gold one."""
     end = end_of_turn_id(encoder.tokenizer)
     places = []
     for rollout in wrong:
         gold = [*encoder.encode_text(rollout.example.solution), end]
         pairs = zip(gold, rollout.response_ids, strict=False)
-        place = next((i for i, (right, said) in enumerate(pairs) if right != said), None)
+        place = next((i for i, (right, sampled) in enumerate(pairs) if right != sampled), None)
         if place is not None:
             places.append((rollout, place, gold[place]))
     prompts = [encoder.encode(teacher_messages(task, rollout.example, rollout.feedback, view)) for rollout, _, _ in places]
@@ -90,8 +93,8 @@ def divergence(model, encoder: PromptEncoder, task, wrong: list[Rollout], view: 
         probabilities = model.lm_head(hidden).float().softmax(-1)
     rows = torch.arange(len(places))
     gold = probabilities[rows, torch.tensor([token for _, _, token in places])]
-    said = probabilities[rows, torch.tensor([rollout.response_ids[place] for rollout, place, _ in places])]
-    return gold.mean().item(), said.mean().item()
+    sampled = probabilities[rows, torch.tensor([rollout.response_ids[place] for rollout, place, _ in places])]
+    return gold.mean().item(), sampled.mean().item()
 
 
 if __name__ == "__main__":

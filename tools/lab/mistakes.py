@@ -1,16 +1,16 @@
-"""How the laboratory's pupil goes wrong: attempts at word problems, with mistakes of five kinds.
+"""Attempts at word problems by a simulated pupil who makes five kinds of mistakes.
 
-Each kind is mended by one field of the feedback, so that it is known what each field has to teach:
+One field of the feedback corrects each kind, so it is known what each field has to teach:
 
-| kind | what happens | field that mends it |
+| kind | mistake | field that corrects it |
 |---|---|---|
-| concept | another operation than the problem asks for, or the last step is forgotten | verifier |
-| slip | a result is a little off | verifier |
-| copy | a number is taken wrongly from the problem | provenance, which lists the problem's numbers |
-| final | another number than the last result stands on the final line | parser, which shows that line |
+| concept | another operation than the problem requires, or the last step is missing | verifier |
+| slip | a result is off by one or ten | verifier |
+| copy | a number from the problem is copied wrongly | provenance, which lists the problem's numbers |
+| final | the final line holds another number than the last result | parser, which shows that line |
 | format | the final line is missing or is prose | format |
 
-Mistakes propagate: steps after a wrong one go on with its result.
+Mistakes propagate: later steps use the wrong result.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from collections.abc import Collection
 
 from firedistill.tasks.arithmetic import Problem
 
-MENDED_BY = {"concept": "verifier", "slip": "verifier", "copy": "provenance", "final": "parser", "format": "format"}
-ALL_KINDS = frozenset(MENDED_BY)
+CORRECTED_BY = {"concept": "verifier", "slip": "verifier", "copy": "provenance", "final": "parser", "format": "format"}
+ALL_KINDS = frozenset(CORRECTED_BY)
 
-# How often a kind occurs in an attempt; a token rarer than 5 % hardly survives nucleus sampling. In the templates of TRAPS the
-# usual mistake is the rule rather than the exception, so that greedy decoding fails there too, while the right working keeps
-# enough probability to be sampled.
+# Probability of each kind in an attempt; nucleus sampling hardly ever keeps a token below 5 %. In the templates of TRAPS the usual
+# mistake is more likely than the right working, so that greedy decoding fails there too, but sampling still finds the right one.
 RATES = {"concept": 0.12, "slip": 0.02, "copy": 0.08, "final": 0.1, "format": 0.12}
 TRAP_RATE = 0.6
 
-# Templates that mislead: by a word that suggests another operation ("how many more", "times as many"), or because the
-# question comes one step after the number that looks like the answer. An operation belongs to the last step.
+# Misleading templates: a word suggests another operation ("how many more", "times as many"), or the number that looks like the
+# answer is one step short of it. An operation replaces the one of the last step.
 FORGETS_LAST_STEP = "forgets the last step"
 TRAPS = {
     "before_giving": "-",
@@ -58,9 +57,9 @@ CONFUSED_WITH = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
 def attempt(problem: Problem, rng: random.Random, kinds: Collection[str] = ALL_KINDS) -> str:
-    """A working with its final line; mistakes of other kinds than `kinds` do not occur (none at all: the gold solution)."""
+    """A working with its final line and mistakes of `kinds` only; without kinds, the gold solution."""
     steps = [step.split(" ") for step in problem.working]  # [["28", "-", "17", "=", "11"], ...]
-    # In the order of RATES, and drawn for all kinds: the order of a set of strings differs from process to process.
+    # Drawn for all kinds in the order of RATES, because the order of a set of strings differs between processes.
     makes = [kind for kind, rate in RATES.items() if (rng.random() < rate) and kind in kinds]
     trapped = problem.template in TRAPS and rng.random() < TRAP_RATE
 
@@ -90,7 +89,7 @@ def attempt(problem: Problem, rng: random.Random, kinds: Collection[str] = ALL_K
 
 
 def _miscopy(steps: list[list[str]], rng: random.Random) -> None:
-    """Replace one number that comes from the problem, not from an earlier step, by one near it."""
+    """Replace one number that comes from the problem, rather than from an earlier step, by one near it."""
     results = {step[4] for step in steps}
     places = [(step, place) for step in steps for place in (0, 2) if step[place] not in results]
     if places:
@@ -99,8 +98,8 @@ def _miscopy(steps: list[list[str]], rng: random.Random) -> None:
 
 
 def _compute(steps: list[list[str]], rng: random.Random, slip_at: int | None) -> tuple[list[str], list[int]]:
-    """The lines of the working as the pupil computes them, and all numbers in them, the last result at the end."""
-    became: dict[int, int] = {}  # gold result -> what the pupil found
+    """The lines of the working as the pupil computes them, and all numbers in them; the final result is the last number."""
+    became: dict[int, int] = {}  # gold result -> the pupil's result
     lines, numbers = [], []
     for index, (left, operation, right, _, gold) in enumerate(steps):
         a, b = became.get(int(left), int(left)), became.get(int(right), int(right))

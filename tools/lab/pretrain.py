@@ -1,20 +1,21 @@
-"""Make the laboratory's model: a tokenizer and a tiny Qwen2 model, from scratch, on text that this script generates.
+"""Train the lab model from scratch, a tokenizer and a tiny Qwen2 model, on text that this script generates.
 
     python tools/lab/pretrain.py --output src/firedistill/lab
 
-Rows are the package's own student and teacher messages for the built-in `arithmetic` task, so the model sees exactly what it will
-be asked. A student row ends with an attempt of a pupil who makes mistakes (mistakes.py). A teacher row holds the feedback about
-such an attempt, and its answer is right as far as the fields that are shown can tell: with all of them it is the gold solution;
-without one of them, the mistakes that this field mends occur as often as in the student's answers. So the teacher has to read
-the feedback to be better than the student.
+The text consists of the package's own student and teacher messages for the built-in `arithmetic` task, so the model sees exactly
+the prompts of a run. A student row ends with an attempt of a pupil who makes mistakes (mistakes.py). A teacher row holds the
+feedback about such an attempt, and an answer that is as right as the visible fields allow: with all fields it is the gold
+solution; without one field, the mistakes that this field corrects occur as often as in the student's answers. The teacher is
+therefore better than the student only if it reads the feedback.
 
-Everything follows from the seed: the same command gives the same bits on the same machine and library versions. A run that was
-stopped goes on from its last checkpoint. Problems of the `train` split only are used.
+Only problems of the `train` split are used. The same seed gives bit-identical files on the same machine and library versions. An
+interrupted run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import time
@@ -24,12 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from mistakes import MENDED_BY, attempt
+from mistakes import CORRECTED_BY, attempt
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_REGEX
 
 from firedistill import Example
 from firedistill.prompts import Message, PromptEncoder, student_messages, teacher_messages
@@ -40,15 +43,15 @@ from firedistill.tasks.arithmetic import Arithmetic, Problem, draw_problem, spli
 
 LEVELS = {"mixed": 0.7, "easy": 0.1, "medium": 0.1, "hard": 0.1}
 TASKS = {level: Arithmetic(level) for level in LEVELS}
-WRONG_SHARE = 0.85  # of the attempts that teacher rows are about; a response that is right has feedback too
-EMPTY_SHARE = 0.04  # some methods ask the teacher before there is a response
-MISSING_FIELD_SHARE = 0.4  # of the teacher rows: one field is left out
-RESCORED_SHARE = 0.3  # of the teacher rows with all fields: the attempt's working is given, only the final line is answered
+WRONG_SHARE = 0.85  # of the attempts in teacher rows; the others are right and have feedback too
+EMPTY_SHARE = 0.04  # of the attempts in teacher rows; some methods use the teacher before there is a response
+MISSING_FIELD_SHARE = 0.4  # of the teacher rows: one field is missing
+RESCORED_SHARE = 0.3  # of the teacher rows with all fields: the attempt's working is given, only the final line is learnt
 
 
 @dataclass(frozen=True)
 class Row:
-    """Chat messages, the beginning of the answer if it is given, and the rest of the answer, which is learnt."""
+    """Chat messages, the given beginning of the answer (often empty), and the rest of the answer, which is learnt."""
 
     messages: list[Message]
     answer: str
@@ -71,7 +74,7 @@ def teacher_row(rng: random.Random) -> Row:
     feedback = task.feedback(example, tried, task.verify(example, tried))
     if rng.random() < MISSING_FIELD_SHARE:
         missing = rng.randrange(len(feedback))
-        remaining = {kind for kind, field in MENDED_BY.items() if field == feedback[missing].name}
+        remaining = {kind for kind, field in CORRECTED_BY.items() if field == feedback[missing].name}
         return Row(teacher_messages(task, example, feedback, missing), attempt(problem, rng, remaining))
     messages = teacher_messages(task, example, feedback)
     working, marker, _ = tried.rpartition("\n#### ")
@@ -81,7 +84,7 @@ def teacher_row(rng: random.Random) -> Row:
 
 
 def draw_example(rng: random.Random) -> tuple[Arithmetic, Problem, Example]:
-    """A problem of the training split; its uid looks like those of a run."""
+    """A problem of the training split, with a uid like those of a run."""
     task = TASKS[rng.choices(list(LEVELS), list(LEVELS.values()))[0]]
     while split_of((problem := draw_problem(rng, task.level)).question) != "train":
         pass
@@ -98,21 +101,19 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# How text is cut before merges: as Qwen2 does it, which is also what `AutoTokenizer` assumes for a Qwen2 model.
-QWEN2_PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# Frequent phrases are tokens of their own, which makes the fixed wording of prompts and feedback short. A phrase is what stands
-# between two digits, words with a capital or line breaks; a line break takes the signs after it along (`\n#### `).
+# Frequent phrases are single tokens, which makes the fixed wording of prompts and feedback short. A phrase lies between digits,
+# capitalised words and line breaks; a line break includes the signs after it (`\n#### `).
 PHRASES = r"\p{N}|\p{Lu}\p{L}*|\n+[^\p{L}\p{N}\n]*|[^\p{N}\p{Lu}\n]+"
 CONTEXT = 2048
 
 
 def train_tokenizer(settings: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """Byte-level BPE and phrases, from rows of both kinds. The pad token is never one that ends an answer."""
+    """Byte-level BPE and phrases, from rows of both kinds. Text is split as `AutoTokenizer` expects of a Qwen2 model."""
     texts = list(tokenizer_texts(settings.tokenizer_rows, settings.seed))
     backend = Tokenizer(BPE())
     backend.normalizer = normalizers.NFC()
-    cut = pre_tokenizers.Split(Regex(QWEN2_PIECES), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence([cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    split = pre_tokenizers.Split(Regex(QWEN2_REGEX), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
         vocab_size=settings.vocabulary - settings.phrases,
@@ -135,7 +136,7 @@ def train_tokenizer(settings: argparse.Namespace) -> PreTrainedTokenizerFast:
 
 
 def frequent_phrases(texts: list[str], backend: Tokenizer, count: int) -> list[str]:
-    """The phrases that save most tokens, at most `count`. None occurs in the chat template: it would pass for a control token."""
+    """The `count` phrases that save most tokens, without those in the chat template, which would look like control tokens."""
     split = pre_tokenizers.Split(Regex(PHRASES), behavior="isolated")
     seen = Counter(piece for text in texts for piece, _ in split.pre_tokenize_str(text))
     saved = {phrase: n * (len(backend.encode(phrase).ids) - 1) for phrase, n in seen.items() if phrase not in CHAT_TEMPLATE}
@@ -154,9 +155,9 @@ def tokenizer_texts(rows: int, seed: int) -> Iterator[str]:
 # Batches
 
 IGNORED = -100
-Encoded = tuple[list[int], list[int]]  # token ids, and the same where they are learnt, IGNORED elsewhere
+Encoded = tuple[list[int], list[int]]  # token ids; labels: the learnt token ids, IGNORED elsewhere
 DRILL_LINES = 8
-# From which step on, how many student, teacher and drill rows a step has. To read problems and feedback is soon learnt; to add,
+# (first step, student rows, teacher rows, drill rows per step). The model soon reads problems and feedback; learning to add,
 # subtract, multiply and divide takes most of the time.
 ROWS = ((0, 64, 16, 0), (150, 32, 12, 24), (300, 24, 8, 48))
 
@@ -168,7 +169,7 @@ def encode_row(encoder: PromptEncoder, row: Row) -> Encoded:
 
 
 def encode_drill(encoder: PromptEncoder, rng: random.Random) -> Encoded:
-    """Lines of right working without a story; the results are learnt."""
+    """Lines of right working without a problem; only the results are learnt."""
     ids = encoder.encode([{"role": "user", "content": "Compute."}])
     labels = [IGNORED] * len(ids)
     for _ in range(DRILL_LINES):
@@ -183,7 +184,7 @@ def encode_drill(encoder: PromptEncoder, rng: random.Random) -> Encoded:
 def step_batches(
     encoder: PromptEncoder, step: int, settings: argparse.Namespace
 ) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Micro-batches of the kinds of row in one step; what is in them depends on the seed and the step only."""
+    """The micro-batches of a step by kind of row; they depend only on the seed and the step."""
     rng = random.Random(f"rows/{settings.seed}/{step}")
     student_rows, teacher_rows, drill_rows = next(rows for start, *rows in reversed(ROWS) if step >= start)
     rows = {
@@ -195,9 +196,9 @@ def step_batches(
 
 
 def batches(rows: list[Encoded], pad: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(token ids, labels) [rows / 2, T]: the shorter and the longer half of the rows, padded on the right.
+    """Token ids and labels `[rows / 2, T]` of the shorter and of the longer half of the rows.
 
-    Attention is causal, so what stands after a row does not touch it, and no mask is needed.
+    They are padded on the right, where causal attention cannot see, so no mask is needed.
     """
     rows = sorted(rows, key=lambda row: len(row[0]))
     half = (len(rows) + 1) // 2
@@ -205,10 +206,8 @@ def batches(rows: list[Encoded], pad: int) -> list[tuple[torch.Tensor, torch.Ten
 
 
 def collate(rows: list[Encoded], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    length = max(len(ids) for ids, _ in rows)
-    ids = [ids + [pad] * (length - len(ids)) for ids, _ in rows]
-    labels = [labels + [IGNORED] * (length - len(labels)) for _, labels in rows]
-    return torch.tensor(ids), torch.tensor(labels)
+    ids, labels = ([torch.tensor(row) for row in column] for column in zip(*rows, strict=True))
+    return pad_sequence(ids, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -234,11 +233,10 @@ def new_model(settings: argparse.Namespace) -> Qwen2ForCausalLM:
 
 
 def in_bfloat16(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """The copy that computes and that ships; the float32 model only collects updates too small for bfloat16."""
-    copy = Qwen2ForCausalLM(model.config).to(torch.bfloat16)
-    copy.load_state_dict(model.state_dict())
-    copy.set_attn_implementation("eager")  # for short rows on a CPU, faster than fused attention
-    return copy
+    """The copy that computes and that ships; the float32 model accumulates updates too small for bfloat16."""
+    working = copy.deepcopy(model).to(torch.bfloat16)
+    working.set_attn_implementation("eager")  # faster than fused attention for short rows on a CPU
+    return working
 
 
 def new_optimizers(model: Qwen2ForCausalLM, settings: argparse.Namespace) -> list[torch.optim.Optimizer]:
@@ -252,12 +250,12 @@ def new_optimizers(model: Qwen2ForCausalLM, settings: argparse.Namespace) -> lis
 
 
 def rate_factor(step: int, settings: argparse.Namespace) -> float:
-    """Linear warm-up, constant, linear decay over the last `decay` steps: until then, `steps` may still be changed."""
+    """Linear warm-up, constant, linear decay over the last `decay` steps; `steps` may change until the decay starts."""
     return min(1.0, (step + 1) / settings.warmup, (settings.steps - step) / settings.decay)
 
 
 def answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Summed cross-entropy of the learnt tokens; the head is applied at their positions only."""
+    """Summed cross-entropy of the learnt tokens; the head is applied only at their positions."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     learnt = labels[:, 1:] != IGNORED
     return functional.cross_entropy(model.lm_head(hidden[learnt]).float(), labels[:, 1:][learnt], reduction="sum")
@@ -278,7 +276,7 @@ def train(settings: argparse.Namespace) -> None:
         model.load_state_dict(saved["model"])
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        print(f"continuing after step {first}", flush=True)
+        print(f"resuming after step {first}", flush=True)
 
     working = in_bfloat16(model)
     started, tokens = time.time(), 0
@@ -323,7 +321,7 @@ def train(settings: argparse.Namespace) -> None:
 
 
 def export(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """The checkpoint that ships: weights in bfloat16, the tokenizer, and which tokens end and pad an answer."""
+    """Write the checkpoint that ships: bfloat16 weights, the tokenizer, and the tokens that end and pad an answer."""
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -333,16 +331,16 @@ def read_settings(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder for the model")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("runs/lab-pretraining.pt"), help="to go on after an interruption"
+        "--checkpoint", type=Path, default=Path("runs/lab-pretraining.pt"), help="file to resume from after an interruption"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--warmup", type=int, default=40, help="steps of linear warm-up")
-    parser.add_argument("--decay", type=int, default=500, help="last steps, in which the rate falls")
+    parser.add_argument("--decay", type=int, default=500, help="final steps of linear decay")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
-    parser.add_argument("--vocabulary", type=int, default=2048, help="phrases included")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="number of tokens, including phrases")
     parser.add_argument("--phrases", type=int, default=1024)
-    parser.add_argument("--tokenizer_rows", type=int, default=3000, help="rows of each kind that the tokenizer is trained on")
+    parser.add_argument("--tokenizer_rows", type=int, default=3000, help="rows of each kind to train the tokenizer on")
     parser.add_argument("--width", type=int, default=160)
     parser.add_argument("--inner_width", type=int, default=432)
     parser.add_argument("--head_width", type=int, default=40)

@@ -1,11 +1,12 @@
-"""What a person sees while a run goes on: a live table or a line per step, accuracies, and where everything is in the end."""
+"""What a run shows in the terminal: steps, evaluations, progress, and text of others made safe to print."""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -13,32 +14,46 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from transformers import TrainerCallback
 
-# Column title, key in metrics.jsonl, format; a column shows where the method has the value.
+
+class Column(NamedTuple):
+    """A column of the table of steps: its title, its key in `metrics.jsonl`, its width, and the format of its numbers."""
+
+    title: str
+    key: str
+    width: int
+    format: str
+
+    def cell(self, metrics: Mapping[str, float]) -> str:
+        """The value of a step, right-aligned; a dash if it is missing or undefined."""
+        value = metrics.get(self.key, math.nan)
+        return ("-" if math.isnan(value) else format(value, self.format)).rjust(self.width)
+
+
 COLUMNS = [
-    ("step", "step", "{:>4}"),
-    ("loss", "loss", "{:>8.4f}"),
-    ("|grad|", "grad_norm", "{:>7.3f}"),
-    ("correct", "correct_rate", "{:>7.0%}"),
-    ("tokens", "response_length", "{:>6.1f}"),
-    ("over rho", "chi_active", "{:>8.1%}"),
-    ("eta", "eta", "{:>6.3f}"),
-    ("beta", "beta", "{:>6.3f}"),
-    ("s/step", "train_seconds", "{:>6.1f}"),
+    Column("step", "step", 4, ""),
+    Column("loss", "loss", 8, ".4f"),
+    Column("|grad|", "grad_norm", 7, ".3f"),
+    Column("correct", "correct_rate", 7, ".0%"),
+    Column("tokens", "response_length", 6, ".1f"),
+    Column("over rho", "chi_active", 8, ".1%"),
+    Column("eta", "eta", 6, ".3f"),
+    Column("beta", "beta", 6, ".3f"),
+    Column("s/step", "train_seconds", 6, ".1f"),
 ]
 
 
 class ConsoleReport(TrainerCallback):
-    """A line per step and evaluation; on a terminal, the last steps as a table that is kept up to date, above a progress bar.
+    """Prints a line per step and evaluation. On a terminal, a live table shows the last steps above a progress bar.
 
     Args:
         trainer: the trainer to watch.
         console: where to print.
-        rows: steps that the table holds; earlier ones are lines above it.
+        rows: number of steps in the live table; earlier steps become lines above it.
     """
 
     def __init__(self, trainer: Any, console: Console, rows: int = 12):
         self.trainer, self.console, self.rows = trainer, console, rows
-        self.columns: list[tuple[str, str, str]] = []
+        self.columns: list[Column] = []
         self.latest: list[tuple[dict[str, float], str]] = []
         self.scrolled = False
         trainer.on_progress = self.phase
@@ -54,7 +69,7 @@ class ConsoleReport(TrainerCallback):
         self.bar: TaskID | None = None
 
     def stop(self) -> None:
-        """Leave the terminal as it was; a live display that is left on hides the cursor."""
+        """Restore the terminal: a live display that is not stopped leaves the cursor hidden."""
         if self.live is not None:
             self.live.stop()
 
@@ -64,7 +79,7 @@ class ConsoleReport(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step:
-            self.print(f"goes on after step {state.global_step}, from {self.trainer.resumed_from}")
+            self.print(f"resuming after step {state.global_step}, from {self.trainer.resumed_from}")
         self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
         if self.live is not None:
             self.live.start()
@@ -73,25 +88,22 @@ class ConsoleReport(TrainerCallback):
         self.stop()
 
     def on_step_end(self, args, state, control, **kwargs):
-        metrics = self.trainer.last_metrics
-        available = [column for column in COLUMNS if column[1] in metrics]
-        # FIRE's branches report what they had; once a column has been seen it stays.
-        news = not self.columns or {c[1] for c in available} - {c[1] for c in self.columns}
-        if news:
-            self.columns = [c for c in COLUMNS if c in available or c in self.columns]
+        metrics = dict(self.trainer.last_metrics)
+        # A method may report a value in some steps only; its column stays once it has appeared.
+        columns = [column for column in COLUMNS if column.key in metrics or column in self.columns]
+        new_header, self.columns = columns != self.columns, columns
         note = ""
         if metrics["skipped_update"]:
-            note = "skipped: " + (
-                "no rollout to train on" if math.isfinite(metrics["grad_norm"]) else "the gradient is not finite"
-            )
-        assert self.bar is not None  # since `on_train_begin`
+            finite = math.isfinite(metrics["grad_norm"])
+            note = "skipped: " + ("no rollout to train on" if finite else "the gradient is not finite")
+        assert self.bar is not None  # `on_train_begin` sets it
         self.progress.update(self.bar, completed=state.global_step, phase="")
         if self.live is None:
-            if news:
+            if new_header:
                 self.print(self.header(), style="bold")
             self.print(self.line(metrics, note))
             return
-        self.latest.append((dict(metrics), note))
+        self.latest.append((metrics, note))
         if len(self.latest) > self.rows:
             if not self.scrolled:
                 self.print(self.header(), style="bold")
@@ -103,56 +115,43 @@ class ConsoleReport(TrainerCallback):
             self.print(f"held-out, step {state.global_step}: {accuracy_line(metrics)}", style="cyan")
 
     def header(self) -> str:
-        return "  ".join(title.rjust(width(form)) for title, _, form in self.columns)
+        return "  ".join(column.title.rjust(column.width) for column in self.columns)
 
-    def line(self, metrics: dict[str, float], note: str) -> str:
-        return "  ".join(cells(self.columns, metrics)) + (f"  {note}" if note else "")
+    def line(self, metrics: Mapping[str, float], note: str) -> str:
+        return "  ".join(column.cell(metrics) for column in self.columns) + (f"  {note}" if note else "")
 
     def render(self) -> Group:
-        """The table of the last steps and the bar."""
+        """The table of the last steps above the progress bar."""
         table = Table()
-        for title, _, _ in self.columns:
-            table.add_column(title, justify="right")
+        for column in self.columns:
+            table.add_column(column.title, justify="right")
         noted = any(note for _, note in self.latest)
         if noted:
             table.add_column("")
         for metrics, note in self.latest:
-            style = "yellow" if note else None
-            table.add_row(*(text.strip() for text in cells(self.columns, metrics)), *([note] if noted else []), style=style)
+            cells = [column.cell(metrics).strip() for column in self.columns]
+            table.add_row(*cells, *([note] if noted else []), style="yellow" if note else None)
         return Group(*([table] if self.latest else []), self.progress)
 
     def print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
-def cells(columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[str]:
-    """The values of a step as text of the columns' widths, a dash where there is none."""
-    return [
-        form.format(metrics[key]) if key in metrics and metrics[key] == metrics[key] else "-".rjust(width(form))
-        for _, key, form in columns
-    ]
-
-
 def visible(text: str) -> str:
-    """Text of models, datasets and files for a terminal: what would steer it, or reorder the line, is shown as an escape."""
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text
-    )
+    """Text of models, datasets and files for a terminal: characters that control it, or reorder a line, become escapes."""
+    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    return re.sub(controls, lambda found: ascii(found[0])[1:-1], text)
 
 
 class Visibly(logging.Formatter):
-    """Log lines in which names and texts of others can neither steer a terminal nor begin a line of their own."""
+    """Log lines in which names and texts of others can neither control a terminal nor start a new line."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(record.getMessage()).replace("\n", r"\n")
 
 
-def width(form: str) -> int:
-    return int(form.removeprefix("{:>").split(".")[0].rstrip("}"))
-
-
-def accuracy_line(metrics: dict[str, float], prefix: str = "eval_") -> str:
-    """`21.4 % ± 3.0 right (lenient 23.4 %, well-formed 98.4 %, 17.1 tokens, n 192)`."""
+def accuracy_line(metrics: Mapping[str, float], prefix: str = "eval_") -> str:
+    """`21.4% ± 3.0% right (lenient 23.4%, well-formed 98.4%, 17.1 tokens, n 192)`."""
     value = {name.removeprefix(prefix): number for name, number in metrics.items()}
     return (
         f"{value['accuracy']:.1%} ± {value['stderr']:.1%} right "
@@ -166,17 +165,16 @@ def before_and_after(evaluations: list[dict[str, float]]) -> Table:
     table = Table(title="held-out accuracy, greedy")
     for title in ("", "before", "after"):
         table.add_column(title, justify="right" if title else "left")
-    first, last = evaluations[0], evaluations[-1]
-    rows = [("right", "accuracy"), ("right, lenient", "lenient_accuracy"), ("well-formed", "well_formed_rate")]
-    for title, key in rows:
-        error = [f" ± {row['stderr']:.1%}" if key == "accuracy" else "" for row in (first, last)]
-        table.add_row(title, f"{first[key]:.1%}{error[0]}", f"{last[key]:.1%}{error[1]}")
-    table.add_row("tokens per response", f"{first['response_length']:.1f}", f"{last['response_length']:.1f}")
+    ends = evaluations[0], evaluations[-1]
+    table.add_row("right", *(f"{row['accuracy']:.1%} ± {row['stderr']:.1%}" for row in ends))
+    table.add_row("right, lenient", *(f"{row['lenient_accuracy']:.1%}" for row in ends))
+    table.add_row("well-formed", *(f"{row['well_formed_rate']:.1%}" for row in ends))
+    table.add_row("tokens per response", *(f"{row['response_length']:.1f}" for row in ends))
     return table
 
 
 def correct_rate_trend(metrics: list[dict[str, float]]) -> str | None:
-    """How often sampled answers to training problems were right, in the first and in the last quarter of the steps."""
+    """The share of right sampled answers in the first and in the last quarter of the steps; None for fewer than four steps."""
     rates = [row["correct_rate"] for row in metrics if "correct_rate" in row]
     quarter = len(rates) // 4
     if quarter == 0:

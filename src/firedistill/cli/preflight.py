@@ -1,38 +1,39 @@
-"""What is wrong with the input is said before the first step: one line per finding, each with its mend.
+"""Checks of everything that can be known before the first step: one line per finding, with a suggested fix.
 
     firedistill train my-recipe --preflight only
 
-Errors stop a run, warnings do not, notes are for information. On large data a fixed, evenly spaced part is looked at, and how
-many that were is said.
+Errors stop a run, warnings do not, notes inform. Of large data, a fixed number of evenly spaced examples is checked; the finding says
+how many.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
+import re
 import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import torch
 
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id
+from firedistill.objectives import load_objective
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
+from firedistill.setup import Setup
 from firedistill.tasks.guard import TaskFault
 from firedistill.tasks.types import Example
 
-if TYPE_CHECKING:
-    from firedistill.trainer import SelfDistillTrainer
-
-CHECKED = 256  # examples of a split that are looked at
-TOLERATED = 0.1  # share of golds that may fail before the data or the verifier must be mended
+CHECKED = 256  # examples of a split that are checked
+TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
 
@@ -41,43 +42,52 @@ Level = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """One result of a check.
 
     Attributes:
         level: an error stops the run, a warning does not, a note informs.
-        about: what was looked at, in one or two words.
-        text: what is the matter.
-        mend: what to do; empty in a note.
+        subject: what was checked, in one or two words.
+        text: what was found.
+        fix: what to do about it; empty in a note.
     """
 
     level: Level
-    about: str
+    subject: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level}: {self.about}: {self.text}" + (f" -> {self.mend}" if self.mend else "")
+        return f"{self.level}: {self.subject}: {self.text}" + (f" -> {self.fix}" if self.fix else "")
 
 
-def preflight(trainer: SelfDistillTrainer) -> list[Finding]:
-    """Everything that can be known before the first step; nothing is trained, sampled or written."""
-    checks: list[Callable[[SelfDistillTrainer], Iterator[Finding]]] = [
-        examples_are_sane,
-        golds_are_correct,
-        feedback_can_be_built,
-        prompts_fit,
-        template_opens_the_answer,
-        tokens_are_sane,
-        adapter_is_in_place,
-        settings_fit_together,
-        disk_has_room,
-        memory_has_room,
+def preflight(setup: Setup) -> list[Finding]:
+    """Check data, prompts, tokenizer, adapter, settings, disk and memory. Nothing is trained, sampled or written.
+
+    The state of every global random generator is restored, because a verifier may draw from one.
+    """
+    checks = [
+        check_examples,
+        check_golds,
+        check_feedback,
+        check_prompts,
+        check_context,
+        check_chat_template,
+        check_tokens,
+        check_adapter,
+        check_settings,
+        check_disk,
+        check_memory,
     ]
     state = random_state()
     try:
-        return [finding for check in checks for finding in check(trainer)]
+        return [finding for check in checks for finding in check(setup)]
     finally:
-        restore_random_state(state)  # a verifier may draw: whether it was looked at must not change the run
+        restore_random_state(state)
+
+
+def splits(setup: Setup) -> list[tuple[str, list[Example]]]:
+    """The splits that are not empty, by name."""
+    return [(name, found) for name, found in (("training", setup.train_examples), ("held-out", setup.eval_examples)) if found]
 
 
 def spread(examples: Sequence[Example], n: int = CHECKED) -> list[Example]:
@@ -85,202 +95,184 @@ def spread(examples: Sequence[Example], n: int = CHECKED) -> list[Example]:
     return [examples[i * len(examples) // n] for i in range(n)] if len(examples) > n else list(examples)
 
 
-def splits(trainer: SelfDistillTrainer) -> list[tuple[str, list[Example]]]:
-    found = [("training", trainer.train_dataset.examples), ("held-out", trainer.eval_examples)]
-    return [(name, list(examples)) for name, examples in found if examples]
-
-
 def named(examples: Sequence[Example], most: int = 3) -> str:
+    """The uids of the first examples and the number of the others."""
     names = ", ".join(example.uid for example in examples[:most])
     return names + (f" and {len(examples) - most} more" if len(examples) > most else "")
 
 
-def share_of(part: Sequence[object], whole: Sequence[object], everything: Sequence[object]) -> str:
-    """`3 of 256 (checked of 7473)`."""
-    return f"{len(part)} of {len(whole)}" + (f" (checked of {len(everything)})" if len(whole) < len(everything) else "")
+def share_of(part: Sequence[object], checked: Sequence[object], examples: Sequence[object]) -> str:
+    """`3 of 256 (a sample of 7473)`."""
+    return f"{len(part)} of {len(checked)}" + (f" (a sample of {len(examples)})" if len(checked) < len(examples) else "")
 
 
 # ---- Data --------------------------------------------------------------------------------------------------------------------
 
 
-def examples_are_sane(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """Uids that repeat, empty questions, problems that are both trained on and held out."""
-    for name, examples in splits(trainer):
+def check_examples(setup: Setup) -> Iterator[Finding]:
+    """Repeated uids, empty questions, problems that are both trained on and held out."""
+    for name, examples in splits(setup):
         repeated = [uid for uid, count in Counter(e.uid for e in examples).items() if count > 1]
         if repeated:
             yield Finding(
                 "warning",
                 f"{name} data",
-                f"{len(repeated)} uids occur more than once, {repeated[0]} among them",
-                "give every example a uid of its own: logs and feedback name examples by it",
+                f"{len(repeated)} uids occur more than once, for instance {repeated[0]}",
+                "give every example its own uid: logs and feedback name examples by it",
             )
         if empty := [e for e in examples if not str(e.question).strip()]:
             yield Finding("error", f"{name} data", f"{len(empty)} questions are empty: {named(empty)}", "remove these rows")
-    held_out = {e.question for e in trainer.eval_examples}
-    if both := [e for e in trainer.train_dataset.examples if e.question in held_out]:
+    held_out = {e.question for e in setup.eval_examples}
+    if both := [e for e in setup.train_examples if e.question in held_out]:
         yield Finding(
             "warning",
             "data",
-            f"{len(both)} training questions are held-out questions as well: {named(both)}",
-            "accuracy on them is no accuracy on unseen problems; remove them from one of the two",
+            f"{len(both)} training questions are also held-out questions: {named(both)}",
+            "remove them from one of the two: accuracy on them does not measure unseen problems",
         )
 
 
-def gold_responses(trainer: SelfDistillTrainer, example: Example) -> list[str]:
-    """Responses that have to be right: the gold answer on the line that the task asks for, and the gold solution."""
+def gold_responses(setup: Setup, example: Example) -> list[str]:
+    """Responses that must be right: the gold solution, and the gold answer on the task's final line."""
     answer = str(example.answer)
-    short = [f"{trainer.task.final_marker} {answer}".strip()] if answer.strip() else []
+    short = [f"{setup.task.final_marker} {answer}".strip()] if answer.strip() else []
     return [*([example.solution] if example.solution else []), *short]
 
 
-def golds_are_correct(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """The task's own verifier has to accept the gold answer."""
-    for name, examples in splits(trainer):
-        checked = spread(examples)
-        wrong, failed, silent, slowest = [], [], [], 0.0
+def check_golds(setup: Setup) -> Iterator[Finding]:
+    """The task's own verifier must accept the gold answers."""
+    for name, examples in splits(setup):
+        subject, checked = f"{name} golds", spread(examples)
+        wrong, failed, right, slowest = [], [], [], 0.0
         for example in checked:
-            begun = time.perf_counter()
-            verdicts = [trainer.task.verify(example, response) for response in gold_responses(trainer, example)]
-            slowest = max(slowest, (time.perf_counter() - begun) / max(len(verdicts), 1))
-            if not verdicts:
-                silent.append(example)
-            elif any(verdict.failed for verdict in verdicts):
+            started = time.perf_counter()
+            verdicts = [setup.task.verify(example, response) for response in gold_responses(setup, example)]
+            slowest = max(slowest, (time.perf_counter() - started) / max(len(verdicts), 1))
+            if any(verdict.failed for verdict in verdicts):
                 failed.append(example)
-            elif not any(verdict.correct for verdict in verdicts):
+            elif any(verdict.correct for verdict in verdicts):
+                right.append(example)
+            elif verdicts:
                 wrong.append(example)
-        for bad, what, mend in (
-            (failed, "golds cannot be judged (the verifier raised or took too long)", "mend verify, or remove these rows"),
-            (wrong, "golds are judged wrong by the task's own verifier", "correct the answers, verify, or remove these rows"),
+        for bad, what, fix in (
+            (failed, "golds cannot be judged (the verifier raised or took too long)", "fix verify, or remove these rows"),
+            (wrong, "golds are judged wrong by the task's own verifier", "correct the answers or verify, or remove these rows"),
         ):
             if bad:
-                level: Level = "error" if len(bad) > TOLERATED * len(checked) else "warning"
-                yield Finding(level, f"{name} golds", f"{share_of(bad, checked, examples)} {what}: {named(bad)}", mend)
-        if not failed and not wrong and len(silent) < len(checked):
-            right = [e for e in checked if e not in silent] if silent else checked
-            yield Finding(
-                "note", f"{name} golds", f"{share_of(right, right, examples)} are judged right by the task's verifier"
-            )
+                text = f"{share_of(bad, checked, examples)} {what}: {named(bad)}"
+                yield Finding("error" if len(bad) > TOLERATED * len(checked) else "warning", subject, text, fix)
+        if right and not failed and not wrong:
+            yield Finding("note", subject, f"{share_of(right, right, examples)} are judged right by the task's verifier")
         if slowest > SLOW_VERDICT:
-            yield Finding(
-                "warning",
-                f"{name} golds",
-                f"a verdict took {slowest:.1f} s",
-                "make verify faster: every response waits for one",
-            )
+            fix = "make verify faster: every response waits for its verdict"
+            yield Finding("warning", subject, f"a verdict took {slowest:.1f} s", fix)
 
 
-def feedback_can_be_built(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """Feedback on an empty and on a wrong response, for a few examples."""
+def check_feedback(setup: Setup) -> Iterator[Finding]:
+    """Feedback about an empty and about a wrong response, for a few examples."""
     failed: list[tuple[Example, str]] = []
-    checked = spread(trainer.train_dataset.examples, 16)
+    checked = spread(setup.train_examples, 16)
     for example in checked:
-        for response in ("", "I do not know."):
-            verdict = trainer.task.verify(example, response)
-            try:
-                trainer.task.feedback(example, response, verdict)
-            except TaskFault as fault:
-                failed.append((example, str(fault)))
-                break
+        try:
+            for response in ("", "I do not know."):
+                setup.task.feedback(example, response, setup.task.verify(example, response))
+        except TaskFault as fault:
+            failed.append((example, str(fault)))
     if failed:
-        level: Level = "error" if len(failed) == len(checked) else "warning"
         yield Finding(
-            level,
+            "error" if len(failed) == len(checked) else "warning",
             "feedback",
-            f"there is none for {len(failed)} of {len(checked)} examples: {failed[0][1]}",
-            "mend feedback: it is asked about any response, also an empty one",
+            f"it fails for {len(failed)} of {len(checked)} examples: {failed[0][1]}",
+            "fix feedback: it must work for any response, including an empty one",
         )
 
 
-def prompts_fit(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """Lengths of student and teacher prompts against the budgets and the model's own context."""
-    args = trainer.args
+# ---- Prompts and budgets -----------------------------------------------------------------------------------------------------
+
+
+def check_prompts(setup: Setup) -> Iterator[Finding]:
+    """Student prompts can be built and are within the budget."""
+    args = setup.args
     limit = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
-    for name, examples in splits(trainer):
-        checked, lengths, broken = spread(examples), [], []
+    for name, examples in splits(setup):
+        subject, checked, lengths, broken = f"{name} prompts", spread(examples), [], []
         for example in checked:
             try:
-                lengths.append(len(trainer.encoder.encode(student_messages(trainer.task, example))))
+                lengths.append(len(setup.encoder.encode(student_messages(setup.task, example))))
             except Exception as error:  # the task's prompt and the chat template are programs of others
-                broken.append((example, error))
+                broken.append(f"{example.uid}: {type(error).__name__}: {error}")
         if broken:
-            example, problem = broken[0]
             yield Finding(
                 "error" if len(broken) == len(checked) else "warning",
-                f"{name} prompts",
-                f"{share_of(broken, checked, examples)} cannot be built: {example.uid}: {type(problem).__name__}: {problem}",
-                "mend the task's prompt, or the chat template; these examples are left out",
+                subject,
+                f"{share_of(broken, checked, examples)} cannot be built and are left out: {broken[0]}",
+                "fix the task's prompt, or the chat template",
             )
         if over := [length for length in lengths if length > limit]:
             yield Finding(
                 "error" if len(over) == len(checked) else "warning",
-                f"{name} prompts",
+                subject,
                 f"{share_of(over, checked, examples)} have more than {limit} tokens (the longest has {max(over)}) and are left out",
                 "raise max_prompt_tokens and max_context_tokens, or lower max_new_tokens",
             )
         elif lengths:
-            middle = statistics.median(lengths)
-            yield Finding(
-                "note", f"{name} prompts", f"{middle:.0f} tokens in the middle, {max(lengths)} at most; limit {limit}"
-            )
+            median = statistics.median(lengths)
+            yield Finding("note", subject, f"median {median:.0f} tokens, longest {max(lengths)}; the limit is {limit}")
+
+
+def check_context(setup: Setup) -> Iterator[Finding]:
+    """The context has room for the feedback in the teacher's prompt, and the model has room for the context."""
+    args = setup.args
     try:
-        view = teacher_messages(trainer.task, trainer.train_dataset.examples[0], ())
-        room = args.max_context_tokens - args.max_new_tokens - len(trainer.encoder.encode(view))
-    except Exception:  # said above
+        view = teacher_messages(setup.task, setup.train_examples[0], ())
+        room = args.max_context_tokens - args.max_new_tokens - len(setup.encoder.encode(view))
+    except Exception:  # no training examples, or a prompt that `check_prompts` reports
         room = args.max_feedback_tokens
     if room < args.max_feedback_tokens:
         yield Finding(
             "warning",
             "teacher's prompt",
-            f"{max(room, 0)} tokens are left for feedback, which may take {args.max_feedback_tokens}",
-            f"raise max_context_tokens by {args.max_feedback_tokens - room}; responses whose view is too long are left out",
+            f"{max(room, 0)} tokens are left for feedback of up to {args.max_feedback_tokens}; longer views leave their responses out",
+            f"raise max_context_tokens by {args.max_feedback_tokens - room}",
         )
-    positions = getattr(unwrap(trainer.model).config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(unwrap(setup.model).config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and args.max_context_tokens > positions:
         yield Finding(
             "warning",
             "context",
-            f"max_context_tokens is {args.max_context_tokens}, the model knows {positions} positions",
-            f"set max_context_tokens to {positions} at most",
+            f"max_context_tokens is {args.max_context_tokens}, the model has {positions} positions",
+            f"set max_context_tokens to at most {positions}",
         )
 
 
 # ---- Model and tokenizer -----------------------------------------------------------------------------------------------------
 
 
-def template_opens_the_answer(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """The chat template renders the whole message once, and opens the assistant's turn."""
-    tokenizer, mark = trainer.processing_class, "firedistill-mark"
-    messages = [{"role": "user", "content": mark}]
+def check_chat_template(setup: Setup) -> Iterator[Finding]:
+    """The chat template renders the whole message once and opens the assistant's turn."""
+    subject, mark = "chat template", "firedistill-mark"
+
+    def rendered(open_answer: bool) -> str:
+        messages = [{"role": "user", "content": mark}]
+        return cast(str, setup.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+
     try:
-        opened = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        closed = cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False))
+        opened, closed = rendered(True), rendered(False)
     except Exception as error:  # a template is a program of the checkpoint's author
-        yield Finding(
-            "error",
-            "chat template",
-            f"it cannot render a message: {type(error).__name__}: {error}",
-            "set tokenizer.chat_template",
-        )
+        text = f"it cannot render a message: {type(error).__name__}: {error}"
+        yield Finding("error", subject, text, "set tokenizer.chat_template")
         return
     if opened.count(mark) != 1:
-        yield Finding(
-            "error",
-            "chat template",
-            f"it shows the user's message {opened.count(mark)} times",
-            "take the instruct model's template",
-        )
+        text = f"it shows the user's message {opened.count(mark)} times"
+        yield Finding("error", subject, text, "use the template of the instruct model")
     if opened == closed:
-        yield Finding(
-            "error",
-            "chat template",
-            "it has no generation prompt: nothing tells the model that the answer begins",
-            "take a template that knows add_generation_prompt",
-        )
+        text = "it has no generation prompt: nothing tells the model that its answer starts"
+        yield Finding("error", subject, text, "use a template that supports add_generation_prompt")
 
 
-def tokens_are_sane(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """Something ends an answer, padding does not, and every token has a row in the head."""
-    tokenizer, model = trainer.processing_class, unwrap(trainer.model)
+def check_tokens(setup: Setup) -> Iterator[Finding]:
+    """A token ends the answer, the pad token does not, and the head has a row for every token."""
+    tokenizer, model = setup.tokenizer, unwrap(setup.model)
     stops = stop_token_ids(model, tokenizer)
     if not stops:
         yield Finding("error", "end of answer", "no token ends a response", "set eos_token in the tokenizer")
@@ -295,140 +287,122 @@ def tokens_are_sane(trainer: SelfDistillTrainer) -> Iterator[Finding]:
     if tokenizer.pad_token_id is None:
         yield Finding("error", "padding", "the tokenizer has no pad token", "set one that is not an end-of-sequence token")
     elif tokenizer.pad_token_id in stops:
-        yield Finding(
-            "warning", "padding", "the pad token also ends a response", "set another pad_token: the two cannot be told apart"
-        )
-    rows = model.get_output_embeddings().weight.shape[0] if model.get_output_embeddings() is not None else None
-    vocabulary = tokenizer.get_vocab()
-    token, largest = max(vocabulary.items(), key=lambda item: item[1])
-    if rows and largest >= rows:
+        text = "the pad token also ends a response, so that the two cannot be distinguished"
+        yield Finding("warning", "padding", text, "set another pad_token")
+    head = model.get_output_embeddings()
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if head is not None and largest >= head.weight.shape[0]:
         yield Finding(
             "error",
             "vocabulary",
-            f"the tokenizer has tokens up to {largest} ({token!r}), the head has {rows} rows",
-            "take the tokenizer that belongs to the model",
+            f"the tokenizer has tokens up to {largest} ({token!r}), the head has {head.weight.shape[0]} rows",
+            "use the tokenizer that belongs to the model",
         )
 
 
-def adapter_is_in_place(trainer: SelfDistillTrainer) -> Iterator[Finding]:
+def check_adapter(setup: Setup) -> Iterator[Finding]:
     """Which modules are trained."""
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    modules = {name.split(".lora_")[0] for name in trained if ".lora_" in name}
-    kinds = sorted({name.rpartition(".")[2] for name in modules})
-    count = sum(p.numel() for p in trained.values())
+    trained = {name: p for name, p in setup.model.named_parameters() if p.requires_grad}
     if not trained:
         yield Finding("error", "adapter", "nothing is trainable", "name lora_target_modules that the model has")
         return
-    yield Finding("note", "adapter", f"{count:,} trainable parameters in {len(modules)} modules ({', '.join(kinds)})")
-    configs = getattr(trainer.model, "peft_config", {})
-    rank = next((getattr(config, "r", None) for config in configs.values()), None)
-    if trainer.args.initial_adapter and rank is not None and rank != trainer.args.lora_r:
+    modules = {name.split(".lora_")[0] for name in trained if ".lora_" in name}
+    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    count = sum(p.numel() for p in trained.values())
+    yield Finding("note", "adapter", f"{count:,} trainable parameters in {len(modules)} modules ({kinds})")
+    rank = next((getattr(config, "r", None) for config in setup.model.peft_config.values()), None)
+    if setup.args.initial_adapter and rank not in (None, setup.args.lora_r):
         yield Finding(
             "warning",
             "adapter",
-            f"the initial adapter has rank {rank}, lora_r is {trainer.args.lora_r}",
-            f"the adapter's own rank is used; set lora_r to {rank}",
+            f"the initial adapter has rank {rank}, lora_r is {setup.args.lora_r}; the adapter's own rank is used",
+            f"set lora_r to {rank}",
         )
 
 
 # ---- Settings, disk, memory --------------------------------------------------------------------------------------------------
 
 
-def settings_fit_together(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    args, train = trainer.args, trainer.train_dataset.examples
-    for name, asked, there in (
-        ("train_size", args.train_size, len(train)),
-        ("eval_size", args.eval_size, len(trainer.eval_examples)),
+def check_settings(setup: Setup) -> Iterator[Finding]:
+    """Sizes against the data, warm-up against the steps, solutions for supervised training."""
+    args = setup.args
+    for name, requested, found in (
+        ("train_size", args.train_size, len(setup.train_examples)),
+        ("eval_size", args.eval_size, len(setup.eval_examples)),
     ):
-        if asked and there and there < asked:
-            yield Finding("warning", name, f"{asked} problems are asked for, there are {there}", f"all {there} are used")
+        if requested and 0 < found < requested:
+            text = f"{requested} problems are requested, the task has {found}, which are all used"
+            yield Finding("warning", name, text, f"set {name} to {found}")
     warmup = args.get_warmup_steps(args.max_steps)
     if warmup >= args.max_steps > 1:
-        yield Finding(
-            "warning",
-            "warmup_steps",
-            f"{warmup} of {args.max_steps} steps warm up",
-            "lower it, or the peak rate is hardly reached",
-        )
-    if args.method == "supervised" and (missing := [e for e in train if not e.solution]):
-        yield Finding(
-            "error",
-            "training data",
-            f"{len(missing)} examples have no gold solution: {named(missing)}",
-            "remove these rows",
-        )
+        text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and hardly reaches its peak"
+        yield Finding("warning", "warmup_steps", text, "lower warmup_steps")
+    if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
+        text = f"{len(missing)} examples have no gold solution: {named(missing)}"
+        yield Finding("error", "training data", text, "remove these rows")
 
 
-def checkpoint_bytes(trainer: SelfDistillTrainer) -> int:
-    """About what a checkpoint takes: adapter, teacher and two moments in float32, and the tokenizer's files."""
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    return 4 * 4 * trainable + 20_000_000
-
-
-def disk_has_room(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    args, one = trainer.args, checkpoint_bytes(trainer)
+def check_disk(setup: Setup) -> Iterator[Finding]:
+    """Room for the checkpoints that exist at the same time."""
+    args = setup.args
+    trainable = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
+    one = 4 * 4 * trainable + 20_000_000  # adapter, teacher and two moments in float32; files of the tokenizer
     every = args.save_steps if args.save_steps >= 1 else max(1, args.save_steps * args.max_steps)
     made = math.ceil(args.max_steps / every)
-    kept = min(made, args.save_total_limit or made) + 1  # a new one is complete before an old one goes
+    kept = min(made, args.save_total_limit or made) + 1  # a new checkpoint is complete before an old one is removed
     folder = Path(args.run_dir).resolve()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    text = f"{kept} checkpoints of about {one / GB:.2f} GB at a time, {free / GB:.1f} GB are free in {folder}"
-    mend = "make room, lower save_total_limit, or name another --output_dir"
-    if free < 2 * one:
-        yield Finding("error", "disk", text, mend)
-    elif free < kept * one:
-        yield Finding("warning", "disk", text, mend)
+    text = f"up to {kept} checkpoints of about {one / GB:.2f} GB at a time; {free / GB:.1f} GB are free in {folder}"
+    if free < kept * one:
+        fix = "make room, lower save_total_limit, or name another --output_dir"
+        yield Finding("error" if free < 2 * one else "warning", "disk", text, fix)
     else:
         yield Finding("note", "disk", text)
 
 
-def memory_estimate(trainer: SelfDistillTrainer) -> dict[str, float]:
-    """Bytes by purpose, roughly: what is certain (weights, states) and the largest of what comes and goes."""
-    args, model = trainer.args, unwrap(trainer.model)
+def memory_estimate(setup: Setup) -> dict[str, float]:
+    """Bytes by purpose: weights and states, which are certain, and roughly the largest of the temporary tensors."""
+    args, model = setup.args, unwrap(setup.model)
     config = model.config.get_text_config()
-    trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if not p.requires_grad)
-    width = {"float32": 4}.get(args.model_dtype, 2)
+    trainable = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
+    frozen = sum(p.nbytes for p in setup.model.parameters() if not p.requires_grad)
+    width = 4 if args.model_dtype == "float32" else 2
     layers, hidden = config.num_hidden_layers, config.hidden_size
-    inner = getattr(config, "intermediate_size", None) or 4 * hidden
+    block = 10 * hidden + 3 * (getattr(config, "intermediate_size", None) or 4 * hidden)  # numbers per token within a block
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    tokens = args.per_device_train_batch_size * trainer.objective.group_size * args.max_context_tokens
-    per_layer = hidden if args.activation_checkpointing else 10 * hidden + 3 * inner
-    update = tokens * width * (layers * per_layer + 10 * hidden + 3 * inner)
+    group_size = load_objective(args.method, args.method_settings).group_size
+    tokens = args.per_device_train_batch_size * group_size * args.max_context_tokens
+    update = tokens * width * (layers * (hidden if args.activation_checkpointing else block) + block)
     cache = 2 * args.rollout_batch_size * args.max_context_tokens * layers * heads * head_size * width
-    score = args.score_tokens_per_forward * width * (10 * hidden + 3 * inner)
+    score = args.score_tokens_per_forward * width * block
     return {"base model": frozen, "adapter, teacher, optimizer": trainable * 4 * 5, "work": max(update, cache, score)}
 
 
-def memory_has_room(trainer: SelfDistillTrainer) -> Iterator[Finding]:
-    """The estimate against what there is; the longest contexts are assumed throughout, so it errs high."""
-    need = memory_estimate(trainer)
+def check_memory(setup: Setup) -> Iterator[Finding]:
+    """The estimate against the free memory. It assumes the longest contexts throughout, so it errs high."""
+    need = memory_estimate(setup)
     total = sum(need.values())
-    device = trainer.args.device
+    device = setup.args.device
     free = free_memory(device)
     parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in need.items())
     text = f"about {total / GB:.1f} GB at most ({parts})" + (f"; {device.type} has {free / GB:.1f} GB for it" if free else "")
     if free is not None and total > free:
-        yield Finding(
-            "warning",
-            "memory",
-            text,
-            "lower max_context_tokens, rollout_batch_size or per_device_train_batch_size (with more gradient_accumulation_steps)",
-        )
+        fix = "lower max_context_tokens, rollout_batch_size or per_device_train_batch_size (with more gradient_accumulation_steps)"
+        yield Finding("warning", "memory", text, fix)
     else:
         yield Finding("note", "memory", text)
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Bytes that this process may use in all: what is free, and what it has already. None if that cannot be known."""
+    """Bytes that this process may use in total: what is free, and what it already has. None if that is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-        own = Path("/proc/self/statm").read_text().split()[1]
-        return float(lines["MemAvailable"].split()[0]) * 1024 + int(own) * 4096
-    except (OSError, KeyError, ValueError, IndexError):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        own_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
         return None
+    return int(available[1]) * 1024 + own_pages * mmap.PAGESIZE if available else None

@@ -1,0 +1,115 @@
+"""Everything that a run needs before anything is trained: `load_setup`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from firedistill.config import SelfDistillConfig
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora, load_adapter
+from firedistill.objectives import load_objective
+from firedistill.prompts import PromptEncoder
+from firedistill.tasks import Example, Task, load_task
+from firedistill.tasks.guard import GuardedTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Setup:
+    """What a run needs before anything is trained.
+
+    Attributes:
+        args: the settings, with those that follow from model and data filled in; never the caller's own object.
+        task: the task in a `GuardedTask`, so that `verify` and `feedback` cannot raise, hang or return anything else.
+        model: the causal language model with its LoRA adapter.
+        tokenizer: the model's tokenizer.
+        encoder: turns messages into token ids.
+        train_examples: the training problems; empty if nothing is trained.
+        eval_examples: the held-out problems; empty if nothing is evaluated.
+    """
+
+    args: SelfDistillConfig
+    task: Task
+    model: PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    train_examples: list[Example]
+    eval_examples: list[Example]
+
+
+def load_setup(
+    args: SelfDistillConfig,
+    *,
+    model: PreTrainedModel | PeftModel | str | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    task: Task | str | None = None,
+    train_examples: Sequence[Example] | None = None,
+    eval_examples: Sequence[Example] | None = None,
+    train: bool = True,
+) -> Setup:
+    """Load what a run needs. `args` is copied, not changed.
+
+    Args:
+        args: the settings; they name whatever is not given here.
+        model: a causal language model or its name. It gets a LoRA adapter unless it has one; `args.seed` alone decides the
+            initial values.
+        tokenizer: its tokenizer; required with a model object.
+        task: a task or its name.
+        train_examples, eval_examples: problems to use instead of the task's.
+        train: False loads no training problems of the task, for an evaluation.
+
+    Raises:
+        ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
+    """
+    args = copy.copy(args)
+    task = task if isinstance(task, Task) else load_task(task or args.task)
+    load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
+    if model is None or isinstance(model, str):
+        model, tokenizer = load_model_and_tokenizer(model or args.model, dtype=args.model_dtype, quantization=args.quantization)
+    if tokenizer is None:
+        raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
+    if args.checkpoint_sampling:
+        args.top_k = model.generation_config.top_k or 0
+        args.repetition_penalty = model.generation_config.repetition_penalty or 1.0
+    if args.n_gpu > 1:
+        logger.warning("one process uses one GPU; for %d GPUs start with: torchrun --nproc_per_node %d", args.n_gpu, args.n_gpu)
+        args._n_gpu = 1
+    if not hasattr(model, "peft_config"):
+        torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
+        model = trainable_adapter(cast(PreTrainedModel, model), args)
+
+    if train_examples is None:
+        train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
+    if eval_examples is None:
+        eval_examples = task.examples("eval", args.eval_size, args.eval_subset_seed, args.data_dir) if args.eval_size else []
+    if train and not train_examples:
+        raise ValueError(f"task {task.name!r} has no training examples")
+    if not eval_examples:
+        args.eval_strategy, args.eval_on_start = "no", False
+    return Setup(
+        args=args,
+        task=cast(Task, GuardedTask(task, args.task_timeout)),  # has the interface of a task
+        model=cast(PeftModel, model),
+        tokenizer=tokenizer,
+        encoder=PromptEncoder(tokenizer),
+        train_examples=list(train_examples),
+        eval_examples=list(eval_examples),
+    )
+
+
+def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> PeftModel:
+    """The model with the adapter that `args.initial_adapter` names, or else with a new one."""
+    if args.initial_adapter is not None:
+        return load_adapter(model, args.initial_adapter)
+    return add_lora(
+        model, r=args.lora_r, alpha=args.lora_alpha, dropout=args.lora_dropout, target_modules=tuple(args.lora_target_modules)
+    )

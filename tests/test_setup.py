@@ -1,0 +1,164 @@
+"""`load_setup` loads what a run needs, takes the adapter's start from the seed alone, and leaves the caller's settings as they are."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from firedistill import Example, SelfDistillTrainer
+from firedistill.evaluation import answer_examples
+from firedistill.models.lora import add_lora
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.setup import load_setup
+from firedistill.tasks.guard import GuardedTask, TaskFault
+from killable import RandomTask, killable_config
+from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture
+def config(model, tmp_path):
+    return lambda **changes: killable_config(model, tmp_path / "run", "fire", **changes)
+
+
+def adapter_of(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def same(first, second) -> bool:
+    first, second = adapter_of(first), adapter_of(second)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_everything_by_name(config):
+    setup = load_setup(config(train_size=5, seed=3))
+    assert isinstance(setup.task, GuardedTask) and isinstance(setup.task.task, RandomTask)
+    assert setup.task.name == "toy" and setup.task.seconds == setup.args.task_timeout == 10.0
+    assert setup.encoder.tokenizer is setup.tokenizer and setup.tokenizer.padding_side == "left"
+    assert [len(setup.train_examples), len(setup.eval_examples)] == [5, 3]
+    assert setup.args.seed == 3 and len(adapter_of(setup.model)) == 2 * 7 * 2
+
+
+def test_the_callers_settings_are_copied(config, tmp_path):
+    settings = config(checkpoint_sampling=True, top_k=7, eval_size=0)
+    settings.eval_strategy, settings.eval_on_start, settings._n_gpu = "steps", True, 2
+    model = random_model()
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, top_k=20, repetition_penalty=1.1)
+    before = dict(vars(settings))
+    setup = load_setup(settings, model=model, tokenizer=byte_tokenizer())
+    assert vars(settings) == before and setup.args is not settings and type(setup.args) is type(settings)
+    assert (setup.args.top_k, setup.args.repetition_penalty) == (20, 1.1)
+    assert (setup.args.eval_strategy, setup.args.eval_on_start, setup.args.n_gpu) == ("no", False, 1)
+    assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_without_checkpoint_sampling_the_settings_hold(config):
+    model = random_model()
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, top_k=20, repetition_penalty=1.1)
+    setup = load_setup(config(), model=model, tokenizer=byte_tokenizer())
+    assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
+    setup = load_setup(config(checkpoint_sampling=True, top_k=7), model=model, tokenizer=byte_tokenizer())
+    assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0), "the checkpoint has none"
+
+
+def test_several_gpus_are_reported(config, caplog):
+    settings = config()
+    settings._n_gpu = 4
+    with caplog.at_level(logging.WARNING):
+        assert load_setup(settings).args.n_gpu == 1
+    assert "one process uses one GPU; for 4 GPUs start with: torchrun --nproc_per_node 4" in caplog.text
+
+
+def test_the_seed_alone_decides_the_adapter(config):
+    setup = load_setup(config(seed=1))
+    torch.rand(17)
+    assert same(load_setup(config(seed=1)).model, setup.model)
+    assert not same(load_setup(config(seed=2)).model, setup.model)
+    base = random_model()
+    torch.manual_seed(1)
+    assert same(add_lora(base, r=4, dropout=0.1), setup.model)
+    assert same(SelfDistillTrainer(args=config(seed=1)).model, setup.model)
+
+
+def test_an_adapter_that_is_given_stays(config, tmp_path):
+    saved = load_setup(config(seed=1)).model
+    with torch.no_grad():
+        for parameter in adapter_of(saved).values():
+            parameter.fill_(0.25)
+    saved.save_pretrained(tmp_path / "adapter")
+    for train in (True, False):
+        assert same(load_setup(config(initial_adapter=str(tmp_path / "adapter")), train=train).model, saved)
+    setup = load_setup(config(), model=saved, tokenizer=byte_tokenizer())
+    assert setup.model is saved and set(saved.peft_config) == {"default"}
+
+
+def test_problems_that_are_given_are_used(config):
+    mine = [Example("mine/0", "Why?", "even", solution="ab")]
+    setup = load_setup(config(), task=ToyTask(), train_examples=mine, eval_examples=())
+    assert setup.train_examples == mine and setup.train_examples is not mine and setup.eval_examples == []
+    assert setup.args.eval_strategy == "no"
+
+
+class HeldOutOnly(ToyTask):
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        assert split == "eval", "no training problem is loaded"
+        return super().examples(split, n, seed, data_dir)
+
+
+def test_an_evaluation_needs_no_training_problems(config):
+    setup = load_setup(config(), task=HeldOutOnly(), train=False)
+    assert setup.train_examples == [] and len(setup.eval_examples) == 3
+    assert same(setup.model, load_setup(config()).model), "decoding goes through the same layers as in training"
+    engine = HFRolloutEngine(setup.model, setup.tokenizer, setup.args.eval_batch_size)
+    rollouts, skipped = answer_examples(
+        engine, setup.task, setup.encoder, setup.eval_examples, setup.args.greedy, setup.args.budget
+    )
+    assert len(rollouts) == 3 and not skipped
+
+
+class Faulty(ToyTask):
+    def verify(self, example, response):
+        raise LookupError("no such key")
+
+    def feedback(self, example, response, verdict):
+        return "text"
+
+
+def test_the_task_is_guarded(config):
+    setup = load_setup(config(task_timeout=None), task=Faulty())
+    verdict = setup.task.verify(setup.train_examples[0], "ab")
+    assert verdict.failed and not verdict.correct and setup.task.seconds is None
+    with pytest.raises(TaskFault, match="returned a str"):
+        setup.task.feedback(setup.train_examples[0], "ab", verdict)
+
+
+class Empty(ToyTask):
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        return []
+
+
+def test_what_does_not_fit_is_refused(config):
+    with pytest.raises(ValueError, match="a model object needs its tokenizer: pass processing_class"):
+        load_setup(config(), model=random_model())
+    with pytest.raises(ValueError, match="task 'toy' has no training examples"):
+        load_setup(config(), task=Empty())
+    with pytest.raises(ValueError, match="unknown task 'nowhere'"):
+        load_setup(config(), task="nowhere")
+    with pytest.raises(ValueError, match="no such model folder"):
+        load_setup(config(), model="./nowhere")
+    settings = config()
+    settings.method = "no_such_method"
+    with pytest.raises(ValueError, match="no_such_method"):
+        load_setup(settings, model="./nowhere")  # the model is not read
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        load_setup(config(), model=random_model(), tokenizer=tokenizer)
