@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
+from firedistill.config import SelfDistillConfig
 from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.ops import Head
@@ -44,12 +45,18 @@ class Inspector:
         max_feedback_tokens: longer feedback is cut.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
     teacher: Teacher
     head: Head
     step_scale: float = 1.0
     log_prob_floor: float | None = None
     max_feedback_tokens: int = 768
+
+    @classmethod
+    def of(cls, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head) -> Inspector:
+        """With the settings of a run, at the step scale of its peak learning rate."""
+        scale = max(1.0, args.learning_rate / (args.nominal_learning_rate or args.learning_rate))
+        return cls(model, teacher, head, scale, args.log_prob_floor, args.max_feedback_tokens)
 
     @torch.no_grad()
     def inspect(self, rollout: Rollout) -> Inspection:

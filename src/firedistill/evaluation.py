@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+from accelerate.utils import gather_object
+
+from firedistill.config import SelfDistillConfig
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.rollout import Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
@@ -31,6 +35,33 @@ def answer_examples(
     """
     prompts, skipped = fitting_prompts(task, encoder, examples, sampling, budget)
     return Sampler(engine, task, encoder, sampling, budget, seed=seed, progress=progress).student(prompts), skipped
+
+
+def evaluate(
+    engine: RolloutEngine,
+    task: Task,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    args: SelfDistillConfig,
+    progress: Callable[..., None],
+) -> tuple[list[Rollout], dict[str, Any]]:
+    """Answer all examples greedily, each process its share of them.
+
+    Args:
+        progress: called as `progress(done, total=...)`.
+
+    Returns:
+        The rollouts of all processes, and their summary with `skipped_over_budget` where examples were left out.
+    """
+    mine = list(examples)[args.process_index :: args.world_size]
+    rollouts, skipped = answer_examples(
+        engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
+    )
+    rollouts = gather_object(rollouts)
+    summary = summarize(rollouts)
+    if skipped_anywhere := sum(gather_object([len(skipped)])):
+        summary["skipped_over_budget"] = skipped_anywhere
+    return rollouts, summary
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -95,6 +95,8 @@ def load_setup(
         raise ValueError(f"task {task.name!r} has no training examples")
     if not eval_examples:
         args.eval_strategy, args.eval_on_start = "no", False
+    if not train and args.device.type == "cuda" and args.quantization is None:
+        cast(torch.nn.Module, model).to(args.device)  # `Trainer` does it where something is trained
     return Setup(
         args=args,
         task=cast(Task, GuardedTask(task, args.task_timeout)),  # has the interface of a task

@@ -8,7 +8,6 @@ teacher and writes the row of `metrics.jsonl`. The stages are functions of `fire
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import math
@@ -34,16 +33,14 @@ from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.config import SelfDistillConfig
-from firedistill.evaluation import answer_examples, summarize
+from firedistill.evaluation import answer_examples, evaluate
 from firedistill.files import written_whole
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_MICRO_BATCHES, SMALLER_ROLLOUTS, BatchLimit, explained_memory
 from firedistill.metrics import Metrics, over_processes, synchronize
-from firedistill.models.loading import load_model_and_tokenizer
-from firedistill.models.lora import add_lora, load_adapter
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head
-from firedistill.prompts import PromptEncoder, student_messages
+from firedistill.prompts import student_messages
 from firedistill.rollout import Rollout
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -53,6 +50,7 @@ from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, model_card, rollout_row
 from firedistill.run.resume import ResumableTrainer, read_json
 from firedistill.run.trackers import guard_trackers
+from firedistill.setup import load_setup
 from firedistill.step import (
     TrainingOrder,
     Update,
@@ -62,8 +60,7 @@ from firedistill.step import (
     select_rollouts,
     step_seed,
 )
-from firedistill.tasks import Example, Task, load_task
-from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks import Example, Task
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -132,49 +129,25 @@ class SelfDistillTrainer(ResumableTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
-        args = copy.copy(args) if args is not None else SelfDistillConfig()
-        raw_task = task if isinstance(task, Task) else load_task(task or args.task)
-        self.task = cast(Task, GuardedTask(raw_task, args.task_timeout))  # a task in all but its class
+        self.setup = load_setup(
+            args or SelfDistillConfig(),
+            model=model,
+            tokenizer=processing_class,
+            task=task,
+            train_examples=train_examples,
+            eval_examples=eval_examples,
+        )
+        args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
+        self.eval_examples = self.setup.eval_examples
         self.objective: Objective = load_objective(args.method, args.method_settings)
-        if model is None or isinstance(model, str):
-            model, processing_class = load_model_and_tokenizer(
-                model or args.model, dtype=args.model_dtype, quantization=args.quantization
-            )
-        if processing_class is None:
-            raise ValueError("a model object needs its tokenizer: pass processing_class=...")
-        if args.checkpoint_sampling:
-            args.top_k = model.generation_config.top_k or 0
-            args.repetition_penalty = model.generation_config.repetition_penalty or 1.0
-        if args.n_gpu > 1:
-            logger.warning(
-                "one process uses one GPU; for %d GPUs start with: torchrun --nproc_per_node %d", args.n_gpu, args.n_gpu
-            )
-            args._n_gpu = 1
-        if not hasattr(model, "peft_config"):
-            torch.manual_seed(args.seed)  # here, whatever loading drew: the seed alone decides the adapter's start
-            model = trainable_adapter(cast(PreTrainedModel, model), args)
-
-        if train_examples is None:
-            train_examples = self.task.examples("train", args.train_size, args.seed, args.data_dir)
-        if eval_examples is None:
-            eval_examples = (
-                self.task.examples("eval", args.eval_size, args.eval_subset_seed, args.data_dir) if args.eval_size else []
-            )
-        if not train_examples:
-            raise ValueError(f"task {self.task.name!r} has no training examples")
-        if not eval_examples:
-            args.eval_strategy, args.eval_on_start = "no", False
-        self.eval_examples = list(eval_examples)
-
-        self.encoder = PromptEncoder(processing_class)
         self.prompts_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         super().__init__(
-            model=model,
+            model=self.setup.model,
             args=args,
             data_collator=list,
-            train_dataset=TrainingOrder(train_examples, args.max_steps * self.prompts_per_step, args.seed),
+            train_dataset=TrainingOrder(self.setup.train_examples, args.max_steps * self.prompts_per_step, args.seed),
             eval_dataset=self.eval_examples or None,
-            processing_class=processing_class,
+            processing_class=self.setup.tokenizer,
             callbacks=[StepCallbacks(self), *(callbacks or [])],
             optimizers=optimizers,
         )
@@ -200,8 +173,8 @@ class SelfDistillTrainer(ResumableTrainer):
                 adjustable=adjustable,
             ),
         }
-        self.rollout_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, self.limits["rollouts"])
-        self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, processing_class, self.limits["evaluation"])
+        self.rollout_engine: RolloutEngine = HFRolloutEngine(self.model, self.setup.tokenizer, self.limits["rollouts"])
+        self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, self.setup.tokenizer, self.limits["evaluation"])
         self.teacher = Teacher(
             self.model,
             self.task,
@@ -446,20 +419,9 @@ class SelfDistillTrainer(ResumableTrainer):
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
-        mine = examples[self.args.process_index :: self.args.world_size]
-        rollouts, skipped = answer_examples(
-            self.eval_engine,
-            self.task,
-            self.encoder,
-            mine,
-            self.args.greedy,
-            self.args.budget,
-            progress=partial(self.on_progress, "evaluation", total=len(mine)),
+        rollouts, summary = evaluate(
+            self.eval_engine, self.task, self.encoder, examples, self.args, progress=partial(self.on_progress, "evaluation")
         )
-        rollouts = gather_object(rollouts)
-        summary = summarize(rollouts)
-        if skipped_anywhere := sum(gather_object([len(skipped)])):
-            summary["skipped_over_budget"] = skipped_anywhere
         step = self.state.global_step
         if self.run_log is not None:
             counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
@@ -512,13 +474,6 @@ class SelfDistillTrainer(ResumableTrainer):
                 rows.append(rollout_row(rollout, step, prompt, rollout in trained))
             self.run_log.rollouts(step, rows, prefix)
 
-    def inspector(self) -> Inspector:
-        """What computes the attribution of single responses, at the step scale of the peak learning rate."""
-        args = self.args
-        scale = max(1.0, args.learning_rate / (args.nominal_learning_rate or args.learning_rate))
-        model = cast(PreTrainedModel, self.model)
-        return Inspector(model, self.teacher, self.head, scale, args.log_prob_floor, args.max_feedback_tokens)
-
     def save_attributions(self, step: int) -> None:
         """Save, for the report, what the feedback does to the tokens of some wrong answers. The run does not depend on it.
 
@@ -533,7 +488,8 @@ class SelfDistillTrainer(ResumableTrainer):
         rollouts, _ = answer_examples(
             self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, seed=args.seed
         )
-        if records := self.inspector().wrong_answers(rollouts, args.attribution_examples):
+        inspector = Inspector.of(args, self.model, self.teacher, self.head)
+        if records := inspector.wrong_answers(rollouts, args.attribution_examples):
             save_attribution(records, Path(args.run_dir), step)
         self.teacher.take_metrics()  # not of a training step
         restore_random_state(state)
@@ -593,15 +549,6 @@ class StepCallbacks(TrainerCallback):
 
 def no_progress(phase: str, done: int, total: int) -> None:
     """Show nothing."""
-
-
-def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> PeftModel:
-    """A new LoRA adapter, or the one that `args.initial_adapter` names."""
-    if args.initial_adapter is not None:
-        return load_adapter(model, args.initial_adapter)
-    return add_lora(
-        model, r=args.lora_r, alpha=args.lora_alpha, dropout=args.lora_dropout, target_modules=tuple(args.lora_target_modules)
-    )
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig
+    from firedistill.setup import Setup
 
 EPILOGUE = """\
 examples:
@@ -158,22 +159,24 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     from firedistill.cli.console import accuracy_line, visible
+    from firedistill.evaluation import evaluate
+    from firedistill.rollouts.hf import HFRolloutEngine
 
-    trainer = trainer_for(arguments)
-    trainer.run_log = None  # an evaluation on its own is no part of the run
+    setup = setup_for(arguments)
+    args = setup.args
+    engine = HFRolloutEngine(setup.model, setup.tokenizer, args.eval_batch_size)
     with console.status("evaluating") as status:
 
-        def show(phase: str, done: int, total: int) -> None:
-            status.update(f"{phase} {done}/{total}")
+        def show(done: int, total: int) -> None:
+            status.update(f"evaluation {done}/{total}")
 
-        trainer.on_progress = show
-        metrics = trainer.evaluate()
-    if not metrics["eval_n"]:
+        _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, args, show)
+    if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
-    console.print(accuracy_line(metrics))
-    for name, value in metrics.items():
-        if name.startswith("eval_accuracy_"):
-            console.print(f"  {visible(name.removeprefix('eval_accuracy_'))}: {value:.1%}")
+    console.print(accuracy_line(summary, prefix=""))
+    for name, value in summary.items():
+        if name.startswith("accuracy_"):
+            console.print(f"  {visible(name.removeprefix('accuracy_'))}: {value:.1%}")
     return 0
 
 
@@ -188,12 +191,16 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             "--checkpoint takes student and teacher of that step instead of the last ones."
         )
         return 0
-    from firedistill.attribution import save_attribution
+    from firedistill.attribution import Inspector, save_attribution
     from firedistill.cli.console import visible
     from firedistill.cli.inspect import print_inspection
     from firedistill.evaluation import answer_examples
+    from firedistill.models.states import unwrap
+    from firedistill.ops import Head
+    from firedistill.rollouts.hf import HFRolloutEngine
     from firedistill.run.checkpoints import newest_checkpoint
     from firedistill.run.log import read_jsonl
+    from firedistill.teacher import Teacher
 
     arguments = list(arguments)
     save = "--save" in arguments
@@ -213,21 +220,21 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             there = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
             raise ValueError(f"--checkpoint is {step}; {folder} has checkpoints of these steps: {there}")
         arguments += ["--initial_adapter", str(checkpoint)]
-    trainer = trainer_for(arguments)
-    args, task, inspector = trainer.args, trainer.task, trainer.inspector()
+    setup = setup_for(arguments)
+    args, task = setup.args, setup.task
     examples = task.examples(split, index + count, args.eval_subset_seed, args.data_dir)
     if index >= len(examples):
         raise ValueError(f"--example is {index}, but the {split} split of {task.name} has {len(examples)} problems")
-    if checkpoint is not None:
-        trainer.teacher.weights.load(str(checkpoint))
-    elif (newest := newest_checkpoint(args.run_dir)) is not None:
-        trainer.teacher.weights.load(newest)
+    teacher = Teacher(setup.model, task, setup.encoder, rate=args.ema_rate, temperature=args.score_temperature)
+    if weights := checkpoint or newest_checkpoint(args.run_dir):
+        teacher.weights.load(weights)
+    model = setup.model
+    inspector = Inspector.of(args, model, teacher, Head.of(unwrap(model), args.score_temperature))
+    engine = HFRolloutEngine(model, setup.tokenizer, args.rollout_batch_size)
     records = []
     for example in examples[index : index + count]:
         try:
-            rollouts, _ = answer_examples(
-                trainer.rollout_engine, task, trainer.encoder, [example], args.sampling, args.budget, args.seed
-            )
+            rollouts, _ = answer_examples(engine, task, setup.encoder, [example], args.sampling, args.budget, args.seed)
             if not rollouts:
                 raise ValueError(f"{example.uid}: the prompt is over the budget")
             inspection = inspector.inspect(rollouts[0])
@@ -237,7 +244,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             console.print(visible(f"left out: {error}"))
             continue
         if not save:
-            print_inspection(inspection, trainer.teacher, console)
+            print_inspection(inspection, teacher, console)
             return 0
         records.append(inspector.record(inspection))
         console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
@@ -347,7 +354,7 @@ def check_before_training(trainer, console: Console, notes: bool) -> None:
     from firedistill.cli.console import visible
     from firedistill.cli.preflight import preflight
 
-    findings = preflight(trainer)
+    findings = preflight(trainer.setup)
     if trainer.is_world_process_zero():
         for finding in findings:
             if notes or finding.level != "note":
@@ -391,11 +398,11 @@ def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -
     return build_config(config_class, recipe, overrides)
 
 
-def trainer_for(arguments: Sequence[str]):
-    """A trainer that will not train: the model, adapter and task of a run directory (a warm start's too) or recipe."""
+def setup_for(arguments: Sequence[str]) -> Setup:
+    """Model, adapter, task and held-out problems of a run directory (a warm start's too) or recipe; nothing to train on."""
     from firedistill.config import SelfDistillConfig
     from firedistill.recipes import read_recipe
-    from firedistill.trainer import SelfDistillTrainer
+    from firedistill.setup import load_setup
     from firedistill.warmstart import WarmStartConfig
 
     arguments = list(arguments)
@@ -408,7 +415,7 @@ def trainer_for(arguments: Sequence[str]):
         arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return SelfDistillTrainer(args=config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments))
+    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False)
 
 
 def take_option(arguments: list[str], name: str, default: str) -> str:
