@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 
 from firedistill.config import SelfDistillConfig
+from firedistill.files import UNFINISHED, written_whole
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.signals import StopOnSignal, StopRequest
@@ -225,8 +226,8 @@ class ResumableTrainer(Trainer):
             OSError: it could not be written.
         """
         main = self.args.should_save
-        hidden = folder.with_name(checkpoints.UNFINISHED + folder.name)
-        with checkpoints.written_whole(folder) if main else nullcontext(hidden) as unfinished:
+        hidden = folder.with_name(UNFINISHED + folder.name)
+        with written_whole(folder) if main else nullcontext(hidden) as unfinished:
             if self.sharded:
                 self.accelerator.wait_for_everyone()
             self.save_model(str(unfinished), _internal_call=True)
