@@ -17,8 +17,9 @@ from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Ve
 from firedistill.cli import main as cli
 from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
 from firedistill.cli.inspect import inspect_example, print_inspection
+from firedistill.coerce import coerce
 from firedistill.objectives import load_objective
-from firedistill.recipes import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
+from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups, parse_overrides
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollouts.engine import Response
@@ -227,9 +228,9 @@ def test_text_is_the_last_thing_that_a_value_is_taken_for():
     [
         (["--seed", "1", "--seed=2"], "--seed is given twice"),
         (["--eval-size", "1", "--eval_size", "2"], "--eval_size is given twice"),
-        (["-s", "1"], "'-s' is no option"),
-        (["--seed", "1", "2"], "'2' is no option"),
-        (["--"], "'--' is no option"),
+        (["-s", "1"], "'-s' is not an option"),
+        (["--seed", "1", "2"], "'2' is not an option"),
+        (["--"], "'--' is not an option"),
     ],
 )
 def test_arguments_that_are_no_options(arguments, complaint):
@@ -286,7 +287,7 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--max_step", "3"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
         (["train", "RECIPE", "--max_steps", "few"], "max_steps on the command line is 'few': expected a whole number"),
         (["train", "RECIPE", "--log_rollouts", "maybe"], "log_rollouts on the command line is 'maybe': expected true or false"),
-        (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a share in (0, 1]"),
+        (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a number above 0 and at most 1"),
         (["train", "RECIPE", "--seed", "1", "--seed", "1"], "--seed is given twice"),
         (["train", "RECIPE", "--resume", "--overwrite"], "give one of them"),
         (["train", "RECIPE", "--task", "aritmetic"], "unknown task 'aritmetic'. Did you mean arithmetic?"),
@@ -300,7 +301,7 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--model", "FOLDER"], "FOLDER"),
         (["train", "RECIPE", "--model", "FOLDER/none"], "FOLDER/none"),
         (["train", "RECIPE", "--output_dir", "RECIPE"], "RECIPE"),
-        (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to go on from"),
+        (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to resume from"),
         (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
         (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
         (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),
