@@ -13,12 +13,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from firedistill import SelfDistillTrainer
+from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
+from firedistill.config import effect
 from firedistill.objectives import Objective, registered_objectives
 from firedistill.run import checkpoints
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
-from firedistill.run.identity import choose
+from firedistill.run.identity import choose, differences, to_plain
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import METHODS
@@ -140,7 +141,9 @@ def test_an_incomplete_checkpoint_is_never_used(damage, whole, copy, model, capl
 def test_damaged_checkpoints_alone_are_not_silently_replaced(copy, model):
     for folder in copy.glob("checkpoint-*"):
         (folder / "teacher.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from .found: checkpoint-2, checkpoint-4.; --overwrite"):
+    with pytest.raises(
+        CheckpointError, match="no complete checkpoint to resume from .found: checkpoint-2, checkpoint-4.; --overwrite"
+    ):
         train(model, copy, "fire", 4)
     assert len(read_jsonl(copy / "metrics.jsonl")) == 4
 
@@ -223,6 +226,21 @@ def test_settings_without_effect_on_the_result_may_differ(copy, model, tmp_path)
     t = train(str(elsewhere), moved, "fire", 4, save_steps=1, save_total_limit=7, log_rollouts=False, eval_batch_size=1)
     assert t.resumed_from == moved / "checkpoint-2"
     assert sorted(path.name for path in moved.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_settings_that_affect_the_result_or_its_rounding_are_compared():
+    config = SelfDistillConfig(use_cpu=True)
+    settings = to_plain(config.resolved())
+    found = differences({"settings": settings}, {"settings": dict.fromkeys(settings, "other")}, config)
+    assert found["seed"] == "seed was 0, is 'other'"
+    assert settings.keys() - found.keys() == {
+        *("model", "initial_adapter", "data_dir", "output_dir", "project", "report_to", "use_cpu", "task_timeout"),
+        *("eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "log_rollouts", "attribution_examples"),
+    }
+    effects = {
+        name: effect(name) for name in ("model", "rollout_batch_size", "eval_steps", "run_name", "ddp_timeout", "unheard_of")
+    }
+    assert list(effects.values()) == ["place", "rounding", "none", "none", "none", "result"]
 
 
 def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, model):

@@ -53,7 +53,7 @@ def describe(annotation: Any) -> str:
         if origin is typing.Literal:
             words += [repr(choice) for choice in typing.get_args(kind)]
         else:
-            words.append("none" if kind is types.NoneType else WORDS.get(origin) or getattr(kind, "__name__", str(kind)))
+            words.append("none" if kind is types.NoneType else WORDS.get(origin, getattr(kind, "__name__", str(kind))))
     return " or ".join(dict.fromkeys(words))
 
 

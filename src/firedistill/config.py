@@ -68,7 +68,9 @@ class SelfDistillConfig(TrainingArguments):
         effect="place",
     )
     task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
-    method: str = training_setting("fire", "Method: one of those listed below, or a dotted path module:Class.")
+    method: str = training_setting(
+        "fire", "Method: fire, an ablation, a baseline (listed below), or a dotted path module:Class."
+    )
     method_settings: dict[str, Any] = training_setting(
         {}, "Settings of the method; --method_settings.NAME VALUE sets a single one."
     )
@@ -76,7 +78,7 @@ class SelfDistillConfig(TrainingArguments):
         None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet).", effect="none"
     )
     task_timeout: float | None = training_setting(
-        10.0, "Seconds after which a verdict or feedback of the task fails; 'none' for no limit.", effect="none", above=0
+        10.0, "Seconds after which a verdict or feedback counts as failed; 'none' for no limit.", effect="none", above=0
     )
     train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
 
@@ -99,9 +101,11 @@ class SelfDistillConfig(TrainingArguments):
     temperature: float = rollout_setting(0.8, "Sampling temperature; 0 is greedy.", at_least=0)
     top_p: float = rollout_setting(0.95, "Nucleus sampling mass; 1 disables it.", above=0, at_most=1)
     top_k: int = rollout_setting(
-        0, "Sample from the k most likely tokens; 0 disables it, whatever the checkpoint says.", at_least=0
+        0, "Sample from the k most likely tokens; 0 disables it, regardless of the checkpoint's settings.", at_least=0
     )
-    repetition_penalty: float = rollout_setting(1.0, "1 disables it, whatever the checkpoint says.", above=0)
+    repetition_penalty: float = rollout_setting(
+        1.0, "Repetition penalty; 1 disables it, regardless of the checkpoint's settings.", above=0
+    )
     checkpoint_sampling: bool = rollout_setting(
         False, "Use top_k and repetition_penalty of the checkpoint's generation settings, as the authors' code does."
     )
@@ -137,7 +141,7 @@ class SelfDistillConfig(TrainingArguments):
         True, "Recompute activations in the backward pass: less memory, about 20% slower.", effect="rounding"
     )
     share_prefixes: bool | None = model_setting(
-        None, "Read the common prefix of a response's teacher views once; by default on a CPU only.", effect="rounding"
+        None, "Read the teacher views' common prefix once, one response at a time; by default on CPU only.", effect="rounding"
     )
     score_tokens_per_forward: int = model_setting(
         8192, "Padded tokens per forward pass of the teacher.", effect="rounding", above=0
@@ -164,19 +168,19 @@ class SelfDistillConfig(TrainingArguments):
     # --- Evaluation and the run directory
     output_dir: str | None = run_setting(None, "Run directory; by default runs/<task>-<method>-seed<seed>.", effect="none")
     eval_steps: float | None = run_setting(
-        25, "Steps between evaluations; 0 evaluates only before the first step and after the last.", effect="none", at_least=0
+        25, "Evaluate before and after training, and every so many steps between (0: never).", effect="none", at_least=0
     )
     eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
-    eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, whatever the training seed is.")
+    eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
     save_steps: float = run_setting(50, "Steps between checkpoints.", effect="none")
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep.", effect="none")
     report_to: None | str | list[str] = run_setting(
-        "none", "Trackers (trackio, wandb, tensorboard, ...), where a run has the name of its folder.", effect="none"
+        "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
     )
     log_rollouts: bool = run_setting(True, "Write the responses of every step to rollouts/*.parquet.", effect="none")
     attribution_examples: int = run_setting(
-        0, "Wrong answers whose attribution is saved at the start and the end, for the report.", effect="none", at_least=0
+        0, "Wrong answers whose attribution is saved for the report, before and after training.", effect="none", at_least=0
     )
 
     # --- Options of TrainingArguments that a self-distillation run needs otherwise

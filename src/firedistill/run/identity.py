@@ -32,11 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def identity(
-    settings: Mapping[str, Any],
-    train: Sequence[Example],
-    evaluation: Sequence[Example],
-    base_model: str,
-    world_size: int,
+    settings: Mapping[str, Any], train: Sequence[Example], evaluation: Sequence[Example], base_model: str, world_size: int
 ) -> dict[str, Any]:
     """The settings of a run and fingerprints of its inputs, as plain JSON values.
 
@@ -111,8 +107,7 @@ def _part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _defaults(config: SelfDistillConfig) -> dict[str, Any]:
-    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
-    return to_plain({name: None if default is MISSING else default for name, default in defaults.items()})
+    return to_plain({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)})
 
 
 def refuse_differences(
@@ -206,10 +201,10 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def warn_of_another_machine(stored: Any, present: Mapping[str, Any]) -> None:
+def warn_of_another_machine(manifest: Mapping[str, Any], device: torch.device) -> None:
     """Log what differs from the machine that wrote the checkpoint."""
-    before = stored if isinstance(stored, Mapping) else {}
-    changed = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in present.items() if before.get(name) != value]
+    before, now = _part(manifest, "machine"), machine(device)
+    changed = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value]
     if changed:
         logger.warning(
             "the checkpoint was written with %s: from here on, results equal those of an uninterrupted run only within rounding",

@@ -96,8 +96,7 @@ class ResumableTrainer(Trainer):
             step = checkpoints.step_of(folder)
             for change in self._allowed_changes.values():
                 logger.warning("allowed change: %s", change)
-            stored_machine = checkpoints.read_manifest(folder).get("machine")
-            identity.warn_of_another_machine(stored_machine, identity.machine(self.args.device))
+            identity.warn_of_another_machine(checkpoints.read_manifest(folder), self.args.device)
             self.args.eval_on_start = self.evaluation_due and self.args.eval_strategy != "no"
         if self.is_world_process_zero():
             checkpoints.remove_after(self.args.run_dir, step)
