@@ -1,11 +1,11 @@
-"""Kill a run again and again, let it go on each time, and compare what comes out with a run that nobody touched.
+"""Kill a run repeatedly, resume it each time, and compare the result with a run that is not killed.
 
     python tests/kill_test.py --method fire --kills 20
     python tests/kill_test.py --method top_d --every           # at every single file operation, one after the other
 
 Kills are SIGKILL, half of them after a random time, half of them at a random file operation (open, rename, remove, make) inside the
-run directory: between the files of a checkpoint, between the writing and the renaming, while old checkpoints are removed. Adapter,
-teacher, optimizer, schedule, random state, logs (without times) and rollouts have to be equal to the bit. The model is tiny, so a run
+run directory: between the files of a checkpoint, between writing and renaming, while old checkpoints are removed. Adapter,
+teacher, optimizer, schedule, random state, logs (without times) and rollouts have to be bit-identical. The model is tiny, so a run
 takes seconds; verdicts, feedback and dropout draw from the global random state.
 """
 
@@ -36,7 +36,7 @@ HERE = str(Path(__file__).parent)
 
 @dataclass
 class Outcome:
-    """Kills that hit, attempts that were made, runs that were finished, and what differed from the untouched run."""
+    """Kills that hit, attempts, finished runs, and what differed from the untouched run."""
 
     kills: int = 0
     attempts: int = 0
@@ -45,7 +45,7 @@ class Outcome:
 
 
 def attempt(model: str, run: str, method: str, steps: int, kill_at: int | None, operations: str) -> None:
-    """One process: train from wherever the run is; write down how many file operations it took."""
+    """One process: train to the end; write the number of its file operations to `operations`."""
     torch.set_num_threads(1)
     Path(run).mkdir(parents=True, exist_ok=True)
     with open(f"{run}.log", "a", encoding="utf-8") as log, contextlib.redirect_stderr(log), contextlib.redirect_stdout(log):
@@ -61,13 +61,13 @@ def start(*arguments) -> multiprocessing.Process:
 
 
 def untouched(folder: Path, model: str, method: str, steps: int) -> tuple[float, int]:
-    """Make the untouched run; its seconds and file operations.
+    """Make the untouched run; return its seconds and file operations.
 
     Raises:
         RuntimeError: it failed.
     """
     path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, path] if path else [HERE])  # or the server would not find what to import
+    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, path] if path else [HERE])  # for the server's imports
     warm = PROCESSES.Process(target=int)  # the server imports everything before its first child
     warm.start()
     warm.join()
@@ -75,21 +75,21 @@ def untouched(folder: Path, model: str, method: str, steps: int) -> tuple[float,
         os.environ["PYTHONPATH"] = path
     else:
         del os.environ["PYTHONPATH"]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     process = start(model, str(folder / "whole"), method, steps, None, str(folder / "operations"))
     process.join()
     if process.exitcode != 0:
         raise RuntimeError(f"the untouched run failed: {(folder / 'whole.log').read_text()[-2000:]}")
-    return time.perf_counter() - begun, int((folder / "operations").read_text())
+    return time.perf_counter() - started, int((folder / "operations").read_text())
 
 
 def kill_again_and_again(
     folder: Path, model: str, method: str, steps: int, kills: int, seed: int = 0, every: bool = False, tell=lambda line: None
 ) -> Outcome:
-    """Run to the end under kills, as often as it takes to have had that many; stops at the first run that differs.
+    """Finish runs under kills until there have been `kills` of them; stop at the first run that differs.
 
     Args:
-        every: kill at file operation 1, 2, 3, ... of a run that starts anew, instead of at random.
+        every: kill a new run at file operation 1, 2, 3, ... instead of at random.
     """
     seconds, operations = untouched(folder, model, method, steps)
     tell(f"untouched run: {seconds:.1f} s, {operations} file operations")
@@ -137,14 +137,14 @@ def main() -> int:
     parser.add_argument("--every", action="store_true", help="at every file operation, one after the other")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, begun = Path(name), time.perf_counter()
+        folder, started = Path(name), time.perf_counter()
         model = save_checkpoint(folder / "base")
         outcome = kill_again_and_again(
             folder, model, options.method, options.steps, options.kills, options.seed, options.every, tell=print
         )
         print(
             f"{options.method}: {outcome.kills} kills in {outcome.attempts} attempts, {outcome.runs} runs finished, "
-            f"{time.perf_counter() - begun:.0f} s: " + ("; ".join(outcome.differences) or "equal to the bit")
+            f"{time.perf_counter() - started:.0f} s: " + ("; ".join(outcome.differences) or "bit-identical")
         )
     return bool(outcome.differences)
 

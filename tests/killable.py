@@ -2,8 +2,8 @@
 
     python tests/killable.py MODEL RUN METHOD [STEPS] [KILL_AT]
 
-trains METHOD in RUN, going on where an earlier attempt stopped. With KILL_AT, the process kills itself at that file operation
-(open, rename, remove, make) inside the run directory; without, it prints how many there were.
+trains METHOD in RUN, resuming an earlier attempt. With KILL_AT, the process kills itself at that file operation (open, rename,
+remove, make) inside the run directory; without it, the process prints the number of these operations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil
 
 
 class RandomTask(ToyTask):
-    """Its verdicts and feedback draw from every global random generator: they must go on where they stopped, too."""
+    """Verdicts and feedback draw from every global random generator, so that resuming has to restore all of them."""
 
     def verify(self, example, response):
         right = (len(response) + int(random.random() < 0.3) + int(numpy.random.rand() < 0.3)) % 2 == 0
@@ -67,7 +67,7 @@ def killable_config(model: str, run: Path, method: str, steps: int = 6, **change
 
 
 def train(model: str, run: Path, method: str, steps: int = 6, **changes) -> SelfDistillTrainer:
-    """Train from wherever the run directory is to the end."""
+    """Train to the end, resuming what is in the run directory."""
     trainer = SelfDistillTrainer(args=killable_config(model, run, method, steps, **changes), task=RandomTask())
     trainer.train()
     return trainer
@@ -88,7 +88,7 @@ def count_file_operations(run: Path, kill_at: int | None = None) -> list[int]:
 
 
 def same_runs(first: Path, second: Path) -> list[str]:
-    """What differs between two finished run directories, timing aside; nothing may."""
+    """What differs between two finished run directories, except for times."""
     found = []
     for name in ("metrics.jsonl", "evals.jsonl"):
         rows = [[without_times(row) for row in read_jsonl(run / name)] for run in (first, second)]

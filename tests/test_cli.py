@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import shutil
+from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,8 +20,9 @@ from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Ve
 from firedistill.cli import main as cli
 from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
 from firedistill.cli.inspect import inspect_example, print_inspection
+from firedistill.coerce import coerce, describe
 from firedistill.objectives import load_objective
-from firedistill.recipes import OptionError, build_config, built_in_recipes, coerce, option_groups, parse_overrides
+from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups, parse_overrides
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollouts.engine import Response
@@ -103,7 +107,7 @@ def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
     assert (config.lora_r, config.weight_decay) == (16, 0.01)
 
 
-def test_settings_of_the_method_are_set_one_by_one(recipe):
+def test_settings_of_the_method_can_be_set_one_by_one(recipe):
     config = build_config(
         SelfDistillConfig,
         str(recipe),
@@ -116,8 +120,8 @@ def test_settings_of_the_method_are_set_one_by_one(recipe):
         build_config(SelfDistillConfig, None, {"max_steps": "9", "max_steps.x": "1"})
 
 
-def test_a_recipe_says_what_changes_with_the_method(tmp_path):
-    """The paper's tables: group sizes and micro-batches of the method that is chosen."""
+def test_a_recipe_may_have_options_that_depend_on_the_method(tmp_path):
+    """The paper's tables: group size and micro-batches of the chosen method."""
     chosen = {
         method: build_config(
             SelfDistillConfig, "arc_challenge-qwen2.5-3b", {"use_cpu": True} | ({"method": method} if method else {})
@@ -175,11 +179,11 @@ def test_numbers_in_scientific_notation(recipe):
         ("lr_scheduler_kwargs", '{"a": 1}', {"a": 1}),
     ],
 )
-def test_values_become_what_the_option_is(name, value, expected):
+def test_values_get_the_type_of_the_option(name, value, expected):
     assert getattr(build_config(SelfDistillConfig, None, {"use_cpu": True, name: value}), name) == expected
 
 
-def test_every_default_is_a_value_of_its_option():
+def test_every_default_is_a_valid_value():
     config = WarmStartConfig(use_cpu=True)
     again = build_config(WarmStartConfig, None, {"use_cpu": True, **config.resolved()})
     assert again.resolved() == config.resolved()
@@ -216,10 +220,41 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             build_config(SelfDistillConfig, None, {name: value})
 
 
-def test_text_is_the_last_thing_that_a_value_is_taken_for():
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"lora_r": 0}, "lora_r is 0: expected a number above 0 (Rank"),
+        ({"lora_dropout": 1.0}, "lora_dropout is 1.0: expected a number at least 0 and below 1 (LoRA dropout.)"),
+        ({"log_prob_floor": 0.5}, "log_prob_floor is 0.5: expected a number below 0 or none"),
+        ({"learning_rate": math.nan}, "learning_rate is nan: expected a number above 0"),
+        ({"quantization": "nf8"}, "quantization is 'nf8': expected 'nf4' or none"),
+        ({"model_dtype": "float64"}, "model_dtype is 'float64': expected 'bfloat16' or 'float16' or 'float32'"),
+        ({"bf16": True}, "bf16 is True: expected False (Mixed precision is not supported; use model_dtype.)"),
+        ({"save_only_model": True}, "save_only_model is True: expected False"),
+        ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),
+    ],
+)
+def test_a_value_out_of_range_names_option_and_range(settings, complaint):
+    with pytest.raises(ValueError) as caught:
+        SelfDistillConfig(use_cpu=True, **settings)
+    assert str(caught.value).startswith(complaint)
+
+
+def test_a_union_prefers_every_other_type_to_text():
     assert coerce("3", int | str) == 3 and coerce("3.5", str | float) == 3.5 and coerce("x", str | float) == "x"
     assert coerce('{"a": 1}', dict | str) == {"a": 1} and coerce("a=1", dict | str) == "a=1"
     assert coerce("none", str) == "none" and coerce("none", str | None) is None
+
+
+def test_types_of_method_settings():
+    kind = Literal["ema", "student"]
+    assert coerce("ema", kind) == "ema" and coerce(2**70, int) == 2**70 and coerce("1, 2", tuple[float, ...]) == (1.0, 2.0)
+    assert (
+        coerce(print, Callable[[str], None]) is print and coerce([{}], Any) == [{}] and describe(kind) == "'ema' or 'student'"
+    )
+    for value, other in (("x", kind), ("nan", float), (10**400, float), (1, Pair), ("[" * 2000, list[str])):
+        with pytest.raises(TypeError, match="^expected "):
+            coerce(value, other)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +262,12 @@ def test_text_is_the_last_thing_that_a_value_is_taken_for():
     [
         (["--seed", "1", "--seed=2"], "--seed is given twice"),
         (["--eval-size", "1", "--eval_size", "2"], "--eval_size is given twice"),
-        (["-s", "1"], "'-s' is no option"),
-        (["--seed", "1", "2"], "'2' is no option"),
-        (["--"], "'--' is no option"),
+        (["-s", "1"], "'-s' is not an option"),
+        (["--seed", "1", "2"], "'2' is not an option"),
+        (["--"], "'--' is not an option"),
     ],
 )
-def test_arguments_that_are_no_options(arguments, complaint):
+def test_arguments_that_are_not_options(arguments, complaint):
     with pytest.raises(OptionError, match=complaint):
         parse_overrides(arguments)
 
@@ -286,7 +321,7 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--max_step", "3"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
         (["train", "RECIPE", "--max_steps", "few"], "max_steps on the command line is 'few': expected a whole number"),
         (["train", "RECIPE", "--log_rollouts", "maybe"], "log_rollouts on the command line is 'maybe': expected true or false"),
-        (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a share in (0, 1]"),
+        (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a number above 0 and at most 1"),
         (["train", "RECIPE", "--seed", "1", "--seed", "1"], "--seed is given twice"),
         (["train", "RECIPE", "--resume", "--overwrite"], "give one of them"),
         (["train", "RECIPE", "--task", "aritmetic"], "unknown task 'aritmetic'. Did you mean arithmetic?"),
@@ -300,7 +335,7 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--model", "FOLDER"], "FOLDER"),
         (["train", "RECIPE", "--model", "FOLDER/none"], "FOLDER/none"),
         (["train", "RECIPE", "--output_dir", "RECIPE"], "RECIPE"),
-        (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to go on from"),
+        (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to resume from"),
         (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
         (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
         (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),

@@ -1,4 +1,4 @@
-"""Exact continuation: every method, killed anywhere, and what is refused."""
+"""Exact resumption: every method, killed anywhere, and what is refused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from firedistill import SelfDistillTrainer
+from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
+from firedistill.config import effect
 from firedistill.objectives import Objective, registered_objectives
 from firedistill.run import checkpoints
-from firedistill.run.checkpoints import CheckpointError, last_checkpoint, load_state, newest_checkpoint, save_state
+from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
+from firedistill.run.identity import choose, differences, to_plain
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import METHODS
@@ -63,7 +65,7 @@ def interrupted(
 ) -> SelfDistillTrainer:
     """A run to which something happens at the end of a step."""
     trainer = SelfDistillTrainer(args=killable_config(model, run, method, steps, **changes), task=RandomTask())
-    trainer.callback_handler.callbacks.insert(-1, At(step, action))  # before the request to stop is asked for
+    trainer.callback_handler.callbacks.insert(-1, At(step, action))  # before the stop request is checked
     trainer.train()
     return trainer
 
@@ -73,14 +75,14 @@ def test_the_twelve_methods_are_all_there():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_continued_run_equals_the_uninterrupted_one_to_the_bit(method, model, tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(method, model, tmp_path):
     train(model, tmp_path / "whole", method, 3)
     with pytest.raises(ConnectionResetError):
         interrupted(model, tmp_path / "killed", 3, die, method, 3)
     assert [row["step"] for row in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3]
     assert newest_checkpoint(tmp_path / "killed").name == "checkpoint-2"
-    continued = train(model, tmp_path / "killed", method, 3)
-    assert continued.resumed_from == tmp_path / "killed" / "checkpoint-2"
+    resumed = train(model, tmp_path / "killed", method, 3)
+    assert resumed.resumed_from == tmp_path / "killed" / "checkpoint-2"
     assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
 
 
@@ -112,7 +114,7 @@ def test_a_checkpoint_holds_no_pickle_and_everything_else(whole):
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "changed", "no list", "list of nothing"])
-def test_a_checkpoint_that_is_not_whole_is_never_taken(damage, whole, copy, model, caplog):
+def test_an_incomplete_checkpoint_is_never_used(damage, whole, copy, model, caplog):
     newest = copy / "checkpoint-4"
     (copy / ".unfinished-checkpoint-3").mkdir()
     victim = newest / "teacher.safetensors"
@@ -127,25 +129,27 @@ def test_a_checkpoint_that_is_not_whole_is_never_taken(damage, whole, copy, mode
         (newest / "checkpoint.json").unlink()
     else:
         (newest / "checkpoint.json").write_text('{"files": []}')
-    continued = train(model, copy, "fire", 4)
-    assert continued.resumed_from.name == "checkpoint-2" and "checkpoint-4 is" in caplog.text
-    assert not list(copy.glob(".*")), "what a kill left behind is gone"
+    resumed = train(model, copy, "fire", 4)
+    assert resumed.resumed_from.name == "checkpoint-2" and "checkpoint-4 is" in caplog.text
+    assert not list(copy.glob(".*")), "leftovers of a kill are removed"
     assert same_runs(whole, copy) == []
     victim.write_bytes(b"")
     with pytest.raises(CheckpointError, match="teacher.safetensors is not what was written"):
-        continued.checkpoint_to_resume(str(newest))
+        resumed.checkpoint_to_resume(str(newest))
 
 
 def test_damaged_checkpoints_alone_are_not_silently_replaced(copy, model):
     for folder in copy.glob("checkpoint-*"):
         (folder / "teacher.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint to go on from; --overwrite"):
+    with pytest.raises(
+        CheckpointError, match="no complete checkpoint to resume from .found: checkpoint-2, checkpoint-4.; --overwrite"
+    ):
         train(model, copy, "fire", 4)
     assert len(read_jsonl(copy / "metrics.jsonl")) == 4
 
 
 def test_every_file_of_a_checkpoint_can_be_the_last_one_written(whole, tmp_path, monkeypatch):
-    """A kill between any two files leaves nothing that is taken for a checkpoint."""
+    """A kill between any two files leaves nothing that is mistaken for a checkpoint."""
     shutil.copytree(whole / "checkpoint-2", tmp_path / "run" / "checkpoint-2")
     files = [path for path in sorted((whole / "checkpoint-4").rglob("*")) if path.is_file()]
     for written in range(len(files)):  # all but the last: as if the folder had been moved to its place too early
@@ -214,7 +218,7 @@ def test_other_data_and_another_base_model_are_other_runs(copy, model, tmp_path)
         train(other, copy, "fire", 4)
 
 
-def test_what_cannot_change_the_result_may_change(copy, model, tmp_path):
+def test_settings_without_effect_on_the_result_may_differ(copy, model, tmp_path):
     shutil.rmtree(copy / "checkpoint-4")
     moved = tmp_path / "moved"
     shutil.move(copy, moved)
@@ -222,6 +226,21 @@ def test_what_cannot_change_the_result_may_change(copy, model, tmp_path):
     t = train(str(elsewhere), moved, "fire", 4, save_steps=1, save_total_limit=7, log_rollouts=False, eval_batch_size=1)
     assert t.resumed_from == moved / "checkpoint-2"
     assert sorted(path.name for path in moved.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_settings_that_affect_the_result_or_its_rounding_are_compared():
+    config = SelfDistillConfig(use_cpu=True)
+    settings = to_plain(config.resolved())
+    found = differences({"settings": settings}, {"settings": dict.fromkeys(settings, "other")}, config)
+    assert found["seed"] == "seed was 0, is 'other'"
+    assert settings.keys() - found.keys() == {
+        *("model", "initial_adapter", "data_dir", "output_dir", "project", "report_to", "use_cpu", "task_timeout"),
+        *("eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "log_rollouts", "attribution_examples"),
+    }
+    effects = {
+        name: effect(name) for name in ("model", "rollout_batch_size", "eval_steps", "run_name", "ddp_timeout", "unheard_of")
+    }
+    assert list(effects.values()) == ["place", "rounding", "none", "none", "none", "result"]
 
 
 def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, model):
@@ -242,7 +261,7 @@ def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy
     assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1]
     assert [path.name for path in copy.glob("checkpoint-*")] == ["checkpoint-1"]
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        last_checkpoint(copy / "nowhere")
+        choose(True, copy / "nowhere")
 
 
 def attributions(run):
@@ -264,7 +283,7 @@ def test_saved_attributions_leave_the_run_as_it_is(whole, copy, model, tmp_path)
     assert attributions(copy)["step_000004.json"] == saved["step_000004.json"]
 
 
-def test_attributions_that_cannot_be_made_end_nothing(model, tmp_path, caplog):
+def test_a_failing_attribution_does_not_stop_the_run(model, tmp_path, caplog):
     class Silent(RandomTask):
         def feedback(self, example, response, verdict):
             raise RuntimeError("nothing to say")
@@ -295,13 +314,14 @@ def test_another_number_of_threads_is_said_once(copy, model, caplog):
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 3), (signal.SIGINT, 1)])
 def test_a_signal_ends_the_step_with_a_checkpoint_and_the_rest_follows(number, step, whole, model, tmp_path, capfd):
-    """Step 3 was to be evaluated: the continued run does that first."""
+    """Step 3 requires an evaluation, which the resumed run makes first."""
+    handler = signal.getsignal(number)
     t = interrupted(model, tmp_path / "run", step, lambda: os.kill(os.getpid(), number))
     assert t.stop.signal == number and t.state.global_step == step
     assert newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "adapter").exists()
     told = capfd.readouterr().err
     assert "finishing this step" in told and ("Ctrl-C again" in told) == (number == signal.SIGINT)
-    assert signal.getsignal(number) is not t.stop._remember, "the handlers are put back"
+    assert signal.getsignal(number) == handler, "the handlers are restored"
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [0]
     shutil.copytree(tmp_path / "run" / f"checkpoint-{step}", tmp_path / "kept")
     train(model, tmp_path / "run", "fire", 4)
@@ -350,7 +370,7 @@ def test_states_come_back_as_they_were(tmp_path):
 
 
 class Momentum(Objective):
-    """A method that carries something from step to step."""
+    """A method with a state that changes from step to step."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -370,7 +390,7 @@ class Momentum(Objective):
         self.seen = state["seen"]
 
 
-def test_a_method_of_ones_own_keeps_its_state(model, tmp_path):
+def test_the_state_of_a_custom_method_is_restored(model, tmp_path):
     train(model, tmp_path / "whole", "test_resume:Momentum", 4)
     with pytest.raises(ConnectionResetError):
         interrupted(model, tmp_path / "killed", 3, die, "test_resume:Momentum")
@@ -382,11 +402,11 @@ def test_a_method_of_ones_own_keeps_its_state(model, tmp_path):
 
 
 def firedistill(arguments: list[str]) -> int:
-    """A task whose verdicts are drawn by lot would not pass the preflight."""
+    """A task with random verdicts does not pass the preflight."""
     return cli.main([*arguments, "--preflight", "skip"])
 
 
-def test_the_command_line_goes_on_by_itself_and_refuses_another_run(copy, whole, capsys, tmp_path):
+def test_the_command_line_resumes_by_itself_and_refuses_another_run(copy, whole, capsys, tmp_path):
     shutil.rmtree(copy / "checkpoint-4")
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
     told = capsys.readouterr().err
@@ -404,12 +424,12 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
     for folder in copy.glob("checkpoint-*"):
         shutil.rmtree(folder)
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
-    assert "holds a run already, with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
+    assert "already holds a run with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
     assert firedistill(["train", str(copy)]) == 0
     assert same_runs(whole, copy) == []
 
 
-def test_a_stopped_command_says_how_to_go_on(model, tmp_path, capsys, monkeypatch):
+def test_a_stopped_command_says_how_to_resume(model, tmp_path, capsys, monkeypatch):
     from firedistill.trainer import StepReport
 
     killable_config(model, tmp_path / "run", "fire", 4).save_yaml(tmp_path / "mine.yaml")

@@ -1,4 +1,4 @@
-"""The run directory: rows that survive a kill, valid JSON, parquet files that fit together, and the pictures made of them."""
+"""The run directory: rows that survive a kill, valid JSON, rollout files that form one table, and figures made from them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_file_is_no_rows(tmp_path):
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
 
 
-def test_start_drops_what_will_be_written_again_and_nothing_else(tmp_path):
+def test_start_drops_only_what_will_be_written_again(tmp_path):
     log = RunLog(tmp_path)
     for step in range(1, 6):
         log.metrics({"step": step})
@@ -76,7 +76,7 @@ def test_start_drops_what_will_be_written_again_and_nothing_else(tmp_path):
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["notes.parquet"]
 
 
-def test_numbers_that_json_does_not_have_are_null_on_disk_and_nan_when_read(tmp_path):
+def test_undefined_values_are_null_on_disk_and_nan_when_read(tmp_path):
     log = RunLog(tmp_path)
     log.metrics({"step": 1, "grad_norm": math.inf, "loss": math.nan, "beta": 0.5})
     line = (tmp_path / "metrics.jsonl").read_text()
@@ -85,13 +85,13 @@ def test_numbers_that_json_does_not_have_are_null_on_disk_and_nan_when_read(tmp_
         raise AssertionError(f"{name} is not JSON")
 
     assert json.loads(line, parse_constant=refuse) == {"step": 1, "grad_norm": None, "loss": None, "beta": 0.5}
-    log.start(1)  # what is written again stays valid
+    log.start(1)  # rewritten rows stay valid
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert math.isnan(row["grad_norm"]) and math.isnan(row["loss"]) and row["beta"] == 0.5
     assert (tmp_path / "metrics.jsonl").read_text() == line
 
 
-def test_rows_written_before_that_are_read_too(tmp_path):
+def test_rows_with_nan_are_read_too(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": NaN}\n')
     assert math.isnan(read_jsonl(tmp_path / "metrics.jsonl")[0]["loss"])
 
@@ -136,14 +136,14 @@ def test_the_rollout_files_of_a_run_are_one_table(tmp_path):
     assert second["submitted"] == "4" and second["feedback"] == [{"name": "outcome", "text": "wrong\u2028 [bold]"}]
 
 
-def test_a_verifier_of_ones_own_may_submit_numbers(tmp_path):
+def test_a_custom_verifier_may_submit_numbers(tmp_path):
     row = rollout()
     row.verdict = Verdict(True, 4, 4)
     RunLog(tmp_path).rollouts(1, [rollout_row(row, 1, "p", True)])
     assert pq.read_table(tmp_path / "rollouts").to_pylist()[0]["submitted"] == "4"
 
 
-# ---- What an evaluation amounts to -------------------------------------------------------------------------------------------
+# ---- The summary of an evaluation --------------------------------------------------------------------------------------------
 
 
 def test_the_summary_of_an_evaluation():
@@ -190,7 +190,7 @@ def write_run(folder, steps=range(1, 9), **columns):
 
 
 def test_a_picture_of_several_runs_with_gaps(tmp_path, recwarn):
-    """Columns that a method has not, skipped steps, numbers that are none, an evaluation that answered nothing."""
+    """Columns that a method lacks, skipped steps, undefined values, an evaluation without answers."""
     first = write_run(tmp_path / "a", grad_norm=[1.0, math.nan, math.inf, 0.0], correct_rate=[0.5, 0.25], chi_active=[0.1])
     second = write_run(tmp_path / "b", grad_norm=[0.0], response_length=[12.0])
     third = write_run(tmp_path / "c", steps=range(1, 3), loss=[math.nan])
@@ -209,7 +209,7 @@ def test_runs_of_the_same_name_can_be_told_apart(tmp_path):
     assert all(f"{parent}/run" in picture for parent in ("fire", "full_context"))
 
 
-def test_a_folder_that_is_no_run_has_no_picture(tmp_path):
+def test_a_folder_without_a_run_has_no_picture(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory: it has no rows in metrics.jsonl"):
         plot_runs([tmp_path], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()

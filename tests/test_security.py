@@ -1,4 +1,4 @@
-"""Checkpoints, recipes, data and responses made by someone who means harm do none."""
+"""Malicious checkpoints, recipes, data and responses do no harm."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def made(model, tmp_path_factory):
 
 @pytest.fixture
 def run(made, tmp_path):
-    """A copy whose last checkpoint is the first one: there is a step to make."""
+    """A copy without the last checkpoint, so that one step is left."""
     shutil.copytree(made, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint-2")
     return tmp_path / "run"
 
 
-def go_on(model, run) -> SelfDistillTrainer:
+def resume(model, run) -> SelfDistillTrainer:
     return train(model, run, "fire", 2, save_steps=1, eval_size=0)
 
 
@@ -62,7 +62,7 @@ class Bomb:
 
 
 def sealed_again(folder: Path) -> None:
-    """What an attacker does who knows the format: the list fits what is there."""
+    """What an attacker who knows the format does: the manifest matches the files."""
     manifest = json.loads((folder / "checkpoint.json").read_text())
     (folder / "checkpoint.json").unlink()
     manifest.pop("files")
@@ -92,10 +92,10 @@ def test_no_pickle_of_a_checkpoint_is_opened(run, model, tmp_path):
     pickle.loads((run / "checkpoint-1" / "optimizer.pt").read_bytes())
     assert mark.exists(), "the bomb works"
     mark.unlink()
-    assert go_on(model, run).resumed_from == run / "checkpoint-1" and not mark.exists()
+    assert resume(model, run).resumed_from == run / "checkpoint-1" and not mark.exists()
     sealed_again(run / "checkpoint-1")
     shutil.rmtree(run / "checkpoint-2")
-    assert go_on(model, run).state.global_step == 2 and not mark.exists()
+    assert resume(model, run).state.global_step == 2 and not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["adapter_model", "optimizer", "random_state", "teacher"])
@@ -105,16 +105,16 @@ def test_a_pickle_in_the_place_of_tensors_is_refused(name, run, model, tmp_path)
     (folder / f"{name}.bin").write_bytes(pickle.dumps(Bomb(mark)))
     sealed_again(folder)
     with pytest.raises((CheckpointError, FileNotFoundError)):
-        go_on(model, run)
+        resume(model, run)
     (folder / f"{name}.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
     sealed_again(folder)
     with pytest.raises(ValueError, match=name):
-        go_on(model, run)
+        resume(model, run)
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", ["../../../etc/passwd", "/etc/passwd", "a/../../b", ""])
-def test_a_list_that_names_files_outside_is_refused(name, run):
+def test_a_manifest_that_names_files_outside_is_refused(name, run):
     folder = run / "checkpoint-1"
     manifest = json.loads((folder / "checkpoint.json").read_text())
     manifest["files"][name] = {"bytes": 1, "sha256": "0"}
@@ -135,7 +135,7 @@ def test_links_out_of_a_checkpoint_are_not_followed(run, tmp_path):
     "text",
     ["", "[]", "{}", "[" * 100_000, '{"files": {"a": 3}}', '{"files": {"a": {"bytes": "x"}}}', "\x00", '{"files": null}'],
 )
-def test_lists_of_nonsense_are_refused(text, run):
+def test_malformed_manifests_are_refused(text, run):
     (run / "checkpoint-1" / "checkpoint.json").write_text(text)
     with pytest.raises(CheckpointError, match="checkpoint-1"):
         check(run / "checkpoint-1")
@@ -149,10 +149,10 @@ def test_tensors_of_other_shapes_are_refused(name, run, model):
     save_file(tensors | {first: torch.zeros(7, 7)}, path)
     sealed_again(run / "checkpoint-1")
     with pytest.raises(ValueError, match=name):
-        go_on(model, run)
+        resume(model, run)
 
 
-def test_texts_of_a_checkpoint_steer_no_terminal(run, model, capsys):
+def test_texts_of_a_checkpoint_cannot_control_the_terminal(run, model, capsys):
     folder = run / "checkpoint-1"
     manifest = json.loads((folder / "checkpoint.json").read_text())
     manifest["settings"]["method"] = "\x1b[2J\u202eevil\nfiredistill train: all is well"
@@ -177,7 +177,7 @@ def test_a_recipe_runs_nothing(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_a_recipe_does_not_grow(tmp_path):
+def test_a_recipe_cannot_expand(tmp_path):
     layers = "\n".join(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 12))
     (tmp_path / "mine.yaml").write_text(f"x0: &x0 [lol]\n{layers}\nlora_target_modules: *x11\n")
     with pytest.raises(OptionError, match="has aliases"):
@@ -296,7 +296,7 @@ def test_no_text_ends_or_opens_a_turn(text):
         assert text.replace("\ud800", "\ufffd") in byte_tokenizer().decode(ids, skip_special_tokens=False)
 
 
-def test_log_lines_steer_no_terminal(model, tmp_path, capsys, monkeypatch):
+def test_log_lines_cannot_control_the_terminal(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     killable_config(model, tmp_path / "run", "fire", 1, task="test_security:NastyTask", eval_size=0).save_yaml(
         tmp_path / "m.yaml"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from transformers import TrainingArguments
@@ -14,162 +16,185 @@ from transformers import TrainingArguments
 from firedistill.files import written_at_once
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
-from firedistill.rollouts.engine import Sampling
+from firedistill.rollout import Sampling
+
+Effect = Literal["result", "rounding", "place", "none"]
+"""What a setting affects: the result; only its rounding (how the work is split); where something lies whose content is compared by
+its fingerprint or is part of a checkpoint; or nothing that is computed (where, when, how often, how it is shown)."""
+
+LIMITS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
 
-def _option(group: str, default: Any, text: str, **metadata: Any) -> Any:
-    metadata = {"help": text, "group": group, **metadata}
+def option(group: str | None, default: Any, text: str, effect: Effect = "result", choices: tuple = (), **limits: float) -> Any:
+    """A field of the configuration.
+
+    Args:
+        group: heading in `--help`; None for an option of `TrainingArguments` that is not shown there.
+        text: what `--help` and errors say about it.
+        effect: see `effect`.
+        choices: the accepted values; all if empty.
+        limits: bounds of a number, by the names in `LIMITS`.
+    """
+    metadata = {"group": group, "help": text, "effect": effect, "choices": choices, "limits": limits}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def training_setting(default: Any, text: str) -> Any:
-    return _option("What to train", default, text)
-
-
-def method_setting(default: Any, text: str) -> Any:
-    return _option("Method", default, text)
-
-
-def rollout_setting(default: Any, text: str) -> Any:
-    return _option("Rollouts", default, text)
-
-
-def model_setting(default: Any, text: str) -> Any:
-    return _option("Model and adapter", default, text)
-
-
-def optimisation_setting(default: Any, text: str) -> Any:
-    return _option("Optimisation", default, text)
-
-
-def run_setting(default: Any, text: str) -> Any:
-    return _option("Evaluation and the run directory", default, text)
+training_setting = partial(option, "What to train")
+method_setting = partial(option, "Method")
+rollout_setting = partial(option, "Rollouts")
+model_setting = partial(option, "Model and adapter")
+optimisation_setting = partial(option, "Optimisation")
+run_setting = partial(option, "Evaluation and the run directory")
+inherited_setting = partial(option, None)
 
 
 @dataclass
 class SelfDistillConfig(TrainingArguments):
     """Settings of `SelfDistillTrainer`: the fields below, and every field of `transformers.TrainingArguments`.
 
-    The defaults are the paper's shared settings. A YAML recipe has these names as its keys.
+    The defaults are the paper's shared settings. The names are also the keys of a YAML recipe.
 
     Raises:
-        ValueError: a value that cannot be meant; the message names the option.
+        ValueError: an invalid value; the message names the option and what was expected.
     """
 
     # --- What to train
     model: str = training_setting(
         "smollm2",
-        "Hub id, local folder or .gguf file of an instruct model; 'smollm2' is SmolLM2-135M-Instruct, 'lab' a tiny model that "
-        "comes with the package.",
+        "Instruct model: a hub id, a local folder or a .gguf file. 'smollm2' is SmolLM2-135M-Instruct, 'lab' a tiny model that "
+        "ships with the package.",
+        effect="place",
     )
     task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
     method: str = training_setting(
-        "fire", "Objective: fire, an ablation, one of the baselines, or a dotted path module:Class; listed below."
+        "fire", "Method: fire, an ablation, a baseline (listed below), or a dotted path module:Class."
     )
     method_settings: dict[str, Any] = training_setting(
-        {}, "Settings of the method itself; one of them is set by --method_settings.NAME VALUE."
+        {}, "Settings of the method; --method_settings.NAME VALUE sets a single one."
     )
     data_dir: str | None = training_setting(
-        None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet)."
+        None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet).", effect="none"
     )
     task_timeout: float | None = training_setting(
-        10.0, "Seconds that the task may take for one verdict or feedback before it counts as failed; 'none' for no limit."
+        10.0, "Seconds after which a verdict or feedback counts as failed; 'none' for no limit.", effect="none", above=0
     )
-    train_size: int | None = training_setting(None, "Problems in the training pool; all of the split if not given.")
+    train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
 
     # --- Method
     nominal_learning_rate: float | None = method_setting(
-        None,
-        "FIRE's nominal rate a_0: the radius shrinks while the learning rate is above it. The peak learning rate if not given.",
+        None, "FIRE's nominal rate a_0: a larger learning rate shrinks the radius. By default the peak learning rate.", above=0
     )
-    ema_rate: float = method_setting(0.03, "1 - mu, the weight of the new student in each update of the EMA teacher.")
+    ema_rate: float = method_setting(
+        0.03, "1 - mu, the student's weight in each update of the EMA teacher (paper: 0.03, 0.01).", above=0, at_most=1
+    )
     log_prob_floor: float | None = method_setting(
-        math.log(1e-10), "Floor on normalised teacher log-probabilities (natural log); 'none' turns it off."
+        math.log(1e-10), "Floor on normalised teacher log-probabilities (natural log); 'none' disables it.", below=0
     )
-    score_temperature: float = method_setting(1.0, "Temperature of the scored distributions of student and teacher.")
+    score_temperature: float = method_setting(1.0, "Temperature of the student and teacher distributions in the loss.", above=0)
     drop_unfinished_rollouts: bool = method_setting(
-        False, "Leave rollouts without end-of-sequence or without a well-formed answer line out of training (not out of N)."
+        False, "Do not train on responses without end-of-sequence or a well-formed answer line; they still count in N."
     )
 
     # --- Rollouts
-    temperature: float = rollout_setting(0.8, "Sampling temperature.")
-    top_p: float = rollout_setting(0.95, "Nucleus mass; 1 is off.")
-    top_k: int = rollout_setting(0, "Sample from the k most likely tokens only; 0 is off, whatever the checkpoint says.")
-    repetition_penalty: float = rollout_setting(1.0, "1 is off, whatever the checkpoint says.")
+    temperature: float = rollout_setting(0.8, "Sampling temperature; 0 is greedy.", at_least=0)
+    top_p: float = rollout_setting(0.95, "Nucleus sampling mass; 1 disables it.", above=0, at_most=1)
+    top_k: int = rollout_setting(
+        0, "Sample from the k most likely tokens; 0 disables it, regardless of the checkpoint's settings.", at_least=0
+    )
+    repetition_penalty: float = rollout_setting(
+        1.0, "Repetition penalty; 1 disables it, regardless of the checkpoint's settings.", above=0
+    )
     checkpoint_sampling: bool = rollout_setting(
-        False, "Take top-k and repetition penalty from the checkpoint's generation settings, as the authors' code did."
+        False, "Use top_k and repetition_penalty of the checkpoint's generation settings, as the authors' code does."
     )
-    max_new_tokens: int = rollout_setting(384, "Tokens sampled at most per response.")
+    max_new_tokens: int = rollout_setting(384, "Maximum number of sampled tokens per response.", above=0)
     max_prompt_tokens: int = rollout_setting(
-        1280, "A longer student prompt leaves its example out; counted and named in the log."
+        1280, "Maximum length of the student prompt. Examples with longer ones are left out, counted and logged.", above=0
     )
-    max_feedback_tokens: int = rollout_setting(768, "Longer feedback is cut field by field, with a visible mark.")
-    max_context_tokens: int = rollout_setting(2560, "Prompt and response together; a longer prompt leaves its example out.")
-    rollout_batch_size: int = rollout_setting(32, "Prompts per generate call.")
+    max_feedback_tokens: int = rollout_setting(
+        768, "Maximum length of the feedback. Longer feedback is cut field by field, with a visible mark.", above=0
+    )
+    max_context_tokens: int = rollout_setting(
+        2560, "Maximum length of prompt and response together. Examples with longer prompts are left out.", above=0
+    )
+    rollout_batch_size: int = rollout_setting(32, "Prompts per generate call.", effect="rounding", above=0)
 
     # --- Model and adapter
     model_dtype: str = model_setting(
-        "bfloat16", "Data type of the base model: bfloat16, float16 or float32. LoRA factors are float32."
+        "bfloat16",
+        "Data type of the base model: bfloat16, float16 or float32. LoRA factors are float32.",
+        choices=("bfloat16", "float16", "float32"),
     )
-    quantization: str | None = model_setting(None, "'nf4' loads the base model in 4 bits (needs the extra [quant]).")
-    initial_adapter: str | None = model_setting(None, "Folder of a LoRA adapter to continue from, for instance a warm start.")
-    lora_r: int = model_setting(16, "Rank of the LoRA factors.")
-    lora_alpha: int = model_setting(32, "LoRA scaling.")
-    lora_dropout: float = model_setting(0.0, "LoRA dropout.")
+    quantization: str | None = model_setting(
+        None, "'nf4' loads the base model in 4 bits (needs the extra [quant]).", choices=("nf4",)
+    )
+    initial_adapter: str | None = model_setting(
+        None, "Folder of a LoRA adapter to start from, such as a warm start's.", effect="place"
+    )
+    lora_r: int = model_setting(16, "Rank of the LoRA factors.", above=0)
+    lora_alpha: int = model_setting(32, "LoRA scaling.", above=0)
+    lora_dropout: float = model_setting(0.0, "LoRA dropout.", at_least=0, below=1)
     lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
     gradient_checkpointing: bool | None = model_setting(
-        True, "Recompute activations in the backward pass: less memory, about a fifth slower."
+        True, "Recompute activations in the backward pass: less memory, about 20% slower.", effect="rounding"
     )
     share_prefixes: bool | None = model_setting(
-        None, "Read what the teacher's views of a rollout have in common once (row by row); by default on a CPU only."
+        None, "Read the teacher views' common prefix once, one response at a time; by default on CPU only.", effect="rounding"
     )
-    score_tokens_per_forward: int = model_setting(8192, "Padded tokens per forward pass of the teacher.")
+    score_tokens_per_forward: int = model_setting(
+        8192, "Padded tokens per forward pass of the teacher.", effect="rounding", above=0
+    )
 
     # --- Optimisation
-    max_steps: int = optimisation_setting(200, "Optimizer steps.")
-    learning_rate: float = optimisation_setting(4e-6, "Peak learning rate.")
-    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up (a share of all steps if below 1).")
-    lr_scheduler_type: str = optimisation_setting("cosine", "After the warm-up: 'cosine' or 'constant'.")
+    max_steps: int = optimisation_setting(200, "Optimizer steps.", above=0)
+    learning_rate: float = optimisation_setting(4e-6, "Peak learning rate.", above=0)
+    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up; below 1, a fraction of all steps.")
+    lr_scheduler_type: str = optimisation_setting(
+        "cosine", "Schedule after the warm-up: 'cosine' or 'constant'.", choices=("cosine", "constant")
+    )
     per_device_train_batch_size: int = optimisation_setting(
-        8,
-        "Prompts per micro-batch and device, each with its responses; times the next option: prompts per step (the paper: 8).",
+        8, "Prompts per micro-batch and device, with all their responses; times the next option: prompts per step.", above=0
     )
     gradient_accumulation_steps: int = optimisation_setting(
-        1, "Micro-batches per optimizer step; how the prompts are split changes memory, not the result."
+        1, "Micro-batches per optimizer step. How prompts are split changes memory, not the result.", above=0
     )
     weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.")
     adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.")
     max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm.")
-    seed: int = optimisation_setting(0, "Seed of everything: data order, adapter, sampling.")
+    seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.")
 
     # --- Evaluation and the run directory
-    output_dir: str | None = run_setting(None, "The run directory; runs/<task>-<method>-seed<seed> if not given.")
+    output_dir: str | None = run_setting(None, "Run directory; by default runs/<task>-<method>-seed<seed>.", effect="none")
     eval_steps: float | None = run_setting(
-        25, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
+        25, "Evaluate before and after training, and every so many steps between (0: never).", effect="none", at_least=0
     )
-    eval_size: int = run_setting(192, "Held-out problems; 0 turns evaluation off.")
-    eval_subset_seed: int = run_setting(0, "Seed that picks the held-out problems; the same for all training seeds.")
-    eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.")
-    save_steps: float = run_setting(50, "Write a checkpoint every so many steps.")
-    save_total_limit: int | None = run_setting(2, "Keep this many checkpoints.")
+    eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
+    eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
+    eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
+    save_steps: float = run_setting(50, "Steps between checkpoints.", effect="none")
+    save_total_limit: int | None = run_setting(2, "Checkpoints to keep.", effect="none")
     report_to: None | str | list[str] = run_setting(
-        "none", "Trackers: trackio, wandb, tensorboard, ...; a run has the name of its folder there."
+        "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
     )
-    log_rollouts: bool = run_setting(True, "Write every step's rollouts to rollouts/*.parquet.")
+    log_rollouts: bool = run_setting(True, "Write the responses of every step to rollouts/*.parquet.", effect="none")
     attribution_examples: int = run_setting(
-        0, "Sampled wrong answers, before the first step and after the last, whose attribution is saved for the report."
+        0, "Wrong answers whose attribution is saved for the report, before and after training.", effect="none", at_least=0
     )
 
-    # --- Settings of TrainingArguments that a self-distillation run needs otherwise
-    eval_strategy: str = field(default="steps", metadata={"help": "Do not change; use eval_size and eval_steps."})
-    eval_on_start: bool = field(default=True, metadata={"help": "Evaluate before the first step."})
-    logging_steps: float = field(default=1, metadata={"help": "Report to trackers every so many steps."})
-    dataloader_pin_memory: bool = field(default=False, metadata={"help": "Do not change; batches hold no tensors."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Do not change; examples are no columns."})
-
-    project: str = field(default="firedistill", metadata={"help": "What trackers file the run under."})
+    # --- Options of TrainingArguments that a self-distillation run needs otherwise
+    eval_strategy: str = inherited_setting("steps", "Do not change; use eval_size and eval_steps.")
+    eval_on_start: bool = inherited_setting(True, "Evaluate before the first step.")
+    logging_steps: float = inherited_setting(1, "Steps between reports to trackers.")
+    dataloader_pin_memory: bool = inherited_setting(False, "Do not change; batches hold no tensors.")
+    remove_unused_columns: bool = inherited_setting(False, "Do not change; examples have no columns.")
+    project: str = inherited_setting("firedistill", "Project name in trackers.", effect="none")
+    fp16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
+    bf16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
+    save_only_model: bool = inherited_setting(
+        False, "Every checkpoint can be resumed; adapter/ in the run directory holds the adapter alone.", choices=(False,)
+    )
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -180,71 +205,40 @@ class SelfDistillConfig(TrainingArguments):
             self.eval_steps = self.max_steps  # before the first step and after the last
         if self.eval_size == 0:
             self.eval_strategy, self.eval_on_start = "no", False
-        # Recent versions of transformers call the same thing activation checkpointing, and warn of this name.
+        # Recent versions of transformers call the same thing activation checkpointing, and warn about this name.
         checkpointing, self.gradient_checkpointing = bool(self.gradient_checkpointing), None
         super().__post_init__()
         self.gradient_checkpointing = self.activation_checkpointing = checkpointing
 
     def _check(self) -> None:
-        """Refuse what cannot be meant, naming the option and the mend."""
-        above_zero = (
-            "max_steps max_new_tokens max_prompt_tokens max_feedback_tokens max_context_tokens rollout_batch_size eval_batch_size "
-            "score_tokens_per_forward lora_r learning_rate score_temperature per_device_train_batch_size gradient_accumulation_steps"
-        )
-        for name in above_zero.split():
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
-        rules = [
-            (0 < self.ema_rate <= 1, "ema_rate", "1 - mu lies in (0, 1]; the paper uses 0.03 and 0.01"),
-            (
-                self.nominal_learning_rate is None or self.nominal_learning_rate > 0,
-                "nominal_learning_rate",
-                "a_0 must be above 0",
-            ),
-            (self.temperature >= 0, "temperature", "0 is greedy, above 0 samples"),
-            (
-                self.eval_steps is None or self.eval_steps >= 0,
-                "eval_steps",
-                "0 or none evaluates before and after training only",
-            ),
-            (0 <= self.lora_dropout < 1, "lora_dropout", "expected a share in [0, 1)"),
-            (self.lora_alpha > 0, "lora_alpha", "it must be above 0"),
-            (self.repetition_penalty > 0, "repetition_penalty", "1 is off"),
-            (self.top_k >= 0, "top_k", "0 is off"),
-            (not self.fp16, "fp16", "the base model has its own data type: use model_dtype instead of mixed precision"),
-            (not self.bf16, "bf16", "the base model has its own data type: use model_dtype instead of mixed precision"),
-            (0 < self.top_p <= 1, "top_p", "expected a share in (0, 1]"),
-            (self.log_prob_floor is None or self.log_prob_floor < 0, "log_prob_floor", "a natural logarithm below 0, or none"),
-            (str(self.lr_scheduler_type) in {"cosine", "constant"}, "lr_scheduler_type", "expected 'cosine' or 'constant'"),
-            (self.model_dtype in {"bfloat16", "float16", "float32"}, "model_dtype", "expected bfloat16, float16 or float32"),
-            (self.quantization in {None, "nf4"}, "quantization", "expected 'nf4', or leave it out"),
-            (self.eval_size >= 0, "eval_size", "0 turns evaluation off"),
-            (self.attribution_examples >= 0, "attribution_examples", "0 saves none"),
-            (self.task_timeout is None or self.task_timeout > 0, "task_timeout", "expected seconds above 0, or none"),
-            (
-                not self.save_only_model,
-                "save_only_model",
-                "a checkpoint here can always be continued; for the adapter alone take adapter/ in the run directory",
-            ),
-            (self.train_size is None or self.train_size > 0, "train_size", "leave it out to use the whole split"),
-            (
-                self.max_new_tokens < self.max_context_tokens,
-                "max_new_tokens",
-                f"it must leave room for a prompt within max_context_tokens ({self.max_context_tokens})",
-            ),
-        ]
-        for holds, name, mend in rules:
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: {mend}")
+        """Check every value against the choices and limits that its option declares."""
+        for declared in fields(SelfDistillConfig):
+            value, optional = getattr(self, declared.name), "None" in str(declared.type)
+            choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
+            if value is None and optional:
+                continue
+            if choices and value not in choices:
+                expected = " or ".join(map(repr, choices))
+            elif not all(LIMITS[name](value, limit) for name, limit in limits.items()):
+                expected = "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+            else:
+                continue
+            text = declared.metadata["help"]
+            raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
+        if self.max_new_tokens >= self.max_context_tokens:
+            raise ValueError(
+                f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "
+                "which also has to hold the prompt"
+            )
 
     @property
     def sampling(self) -> Sampling:
-        """The law of the training rollouts."""
+        """Sampling parameters of the training rollouts."""
         return Sampling(self.temperature, self.top_p, self.max_new_tokens, self.top_k, self.repetition_penalty)
 
     @property
     def greedy(self) -> Sampling:
-        """The law of the evaluation."""
+        """Sampling parameters of the evaluation."""
         return Sampling(0.0, 1.0, self.max_new_tokens, 0, self.repetition_penalty)
 
     @property
@@ -253,51 +247,54 @@ class SelfDistillConfig(TrainingArguments):
 
     @property
     def run_dir(self) -> str:
-        """`output_dir`, which `__post_init__` has settled."""
+        """`output_dir`, which is never None after `__post_init__`."""
         assert self.output_dir is not None
         return self.output_dir
 
     def resolved(self) -> dict[str, Any]:
-        """All of our settings, and those inherited ones that differ from their defaults, as plain YAML values."""
-        defaults = {f.name: f.default for f in fields(TrainingArguments) if f.default is not MISSING}
-        ours = {f.name for f in fields(type(self)) if "group" in f.metadata}
-        values = self.to_dict()
+        """All options of this class, and the inherited ones that differ from their defaults, as plain YAML values.
+
+        Derived options are left out, and so are secrets.
+        """
+        ours = {f.name for f in fields(type(self)) if f.metadata.get("group")}
+        defaults = {f.name: f.default for f in fields(TrainingArguments) if f.default is not MISSING and f.name not in DERIVED}
         return {
             name: value
-            for name, value in values.items()
-            if name in ours or (name in defaults and value != defaults[name] and name not in DERIVED_OPTIONS)
-            if not name.endswith("_token")  # secrets stay where they are
+            for name, value in self.to_dict().items()
+            if name in ours or (name in defaults and value != defaults[name])
+            if not name.endswith("_token")
         }
 
     def save_yaml(self, path: str | Path) -> None:
-        """Write the resolved settings; `firedistill train` takes the file as a recipe."""
+        """Write the resolved settings; `firedistill train` accepts the file as a recipe."""
         with written_at_once(Path(path)) as unfinished:
             unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+# Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not
+# written to config.yaml, where they would contradict a later change of those.
+# fmt: off
+DERIVED = frozenset({
+    "accelerator_config", "activation_checkpointing", "activation_checkpointing_kwargs", "dataloader_pin_memory", "debug",
+    "disable_tqdm", "eval_on_start", "eval_strategy", "fsdp_config", "gradient_checkpointing_kwargs", "local_rank", "logging_dir",
+    "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "remove_unused_columns", "resume_from_checkpoint", "run_name",
+})
+WITHOUT_EFFECT = DERIVED | {
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers",
+    "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "hub_always_push", "hub_model_id", "hub_private_repo",
+    "hub_revision", "hub_strategy", "hub_token", "log_level", "log_level_replica", "log_on_each_node", "logging_first_step",
+    "logging_nan_inf_filter", "push_to_hub", "save_strategy", "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id",
+    "trackio_static_space_id", "use_cpu",
+}
+# fmt: on
+_DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f in fields(SelfDistillConfig)}
+
+
+def effect(name: str) -> Effect:
+    """What the option of this name affects; "result" for a name that is unknown."""
+    return "none" if name in WITHOUT_EFFECT else _DECLARED.get(name, "result")
 
 
 def run_folder(task: str, what: str, seed: int) -> str:
     """`runs/<task>-<what>-seed<seed>`; names cannot lead out of `runs`."""
     return str(Path("runs") / re.sub(r"[^\w.+-]+", "-", f"{task}-{what}-seed{seed}").lstrip("."))
-
-
-# Inherited settings that `__post_init__` derives from others; written out, they would contradict a later change.
-DERIVED_OPTIONS = {
-    "activation_checkpointing",
-    "logging_dir",
-    "run_name",
-    "disable_tqdm",
-    "eval_strategy",
-    "eval_on_start",
-    "logging_steps",
-    "remove_unused_columns",
-    "dataloader_pin_memory",
-    "logging_strategy",
-    "local_rank",
-    "accelerator_config",
-    "gradient_checkpointing_kwargs",
-    "activation_checkpointing_kwargs",
-    "resume_from_checkpoint",
-    "lr_scheduler_kwargs",
-    "fsdp_config",
-    "debug",
-}

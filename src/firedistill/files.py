@@ -1,4 +1,4 @@
-"""Folders and files that are complete or absent, whatever kills the process that writes them."""
+"""Folders and files that are either complete or absent, even if the process that writes them is killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ REPLACED = ".replaced-"
 
 @contextmanager
 def written_whole(target: Path) -> Iterator[Path]:
-    """A folder to write into; when the block ends it is on the disk and takes the place of `target` by one rename.
+    """Yield a folder to write into; when the block ends, sync it to disk and rename it to `target`.
 
-    An error inside the block leaves `target` as it was and removes what was written.
-
-    Raises:
-        OSError: it could not be written.
+    If the block or the sync raises, `target` is unchanged and what was written is removed.
     """
     unfinished, replaced = (target.with_name(prefix + target.name) for prefix in (UNFINISHED, REPLACED))
     discard(unfinished)
@@ -40,7 +37,7 @@ def written_whole(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def written_at_once(path: Path) -> Iterator[Path]:
-    """A file to write to, which takes the place of `path` when the block ends; gone if it raises."""
+    """Yield a file to write to; rename it to `path` when the block ends, remove it if the block raises."""
     unfinished = path.with_name(UNFINISHED + path.name)
     try:
         yield unfinished
@@ -51,22 +48,22 @@ def written_at_once(path: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder if it is there; what cannot be removed stays, as it is in nobody's way."""
+    """Remove a folder if it exists; ignore errors, since a leftover does no harm."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
-    """Bring every file of a folder, and the folder itself, to the disk."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
+    """Flush a folder with all of its files and subfolders to disk."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        elif path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    for path in [*filter(Path.is_dir, folder.rglob("*")), folder]:
-        sync_folder(path)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the system can do that."""
+    """Flush the directory entries of a folder to disk, where the system supports it."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:

@@ -45,10 +45,10 @@ from firedistill.rollout import Rollout
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
-from firedistill.run.checkpoints import load_state, random_state, restore_random_state, save_state
+from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
 from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, model_card, rollout_row
-from firedistill.run.resume import ResumableTrainer, read_json
+from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
 from firedistill.setup import load_setup
 from firedistill.step import (

@@ -103,6 +103,8 @@ def run_training(config_class: type, trainer_class: type, arguments: Sequence[st
         raise ValueError(f"{folder} holds a suite, of which a run would become a part; name another --output_dir")
     wanted = True if resume else False if overwrite else config.resume_from_checkpoint
     if wanted is None:
+        from firedistill.run.identity import refuse_another_run
+
         refuse_another_run(folder, config)
 
     from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
@@ -363,26 +365,6 @@ def check_before_training(trainer, console: Console, notes: bool) -> None:
         raise ValueError(
             f"{len(errors)} thing{'s' * (len(errors) > 1)} to mend before training: {'; '.join(e.text for e in errors)} "
             "(--preflight skip trains nevertheless)"
-        )
-
-
-def refuse_another_run(folder: Path, config: SelfDistillConfig) -> None:
-    """A run without checkpoint is started again if it has the same settings.
-
-    Raises:
-        ValueError: the folder holds another run, and nothing says what is to become of it.
-    """
-    from firedistill.run.checkpoints import all_checkpoints
-    from firedistill.run.identity import defaults_of, differences, stored_settings, to_plain
-
-    if all_checkpoints(folder) or not (folder / "metrics.jsonl").exists():
-        return
-    earlier = stored_settings(folder)
-    changed = differences({"settings": earlier or {}}, {"settings": to_plain(config.resolved())}, defaults_of(config))
-    if earlier is None or changed:
-        raise ValueError(
-            f"{folder} holds a run already, with other settings and no checkpoint ({'; '.join(map(str, changed))}): --overwrite "
-            "replaces it, or name another --output_dir"
         )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from firedistill.coerce import coerce
 from firedistill.objectives.base import Objective
 
 _REGISTRY: dict[str, type[Objective]] = {}
@@ -66,26 +66,11 @@ def load_objective(name: str, settings: Mapping[str, Any] | None = None) -> Obje
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(known)}"
             raise ValueError(f"method_settings: {name!r} has no setting {key!r}{hint}")
-        values[key] = _as_setting(key, value, types[key])
+        try:
+            values[key] = coerce(value, types[key])
+        except TypeError as error:
+            raise ValueError(f"method_settings: {key} is {value!r}; {error}") from error
     try:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"method_settings of {name!r}: {error}") from error
-
-
-def _as_setting(key: str, value: Any, kind: Any) -> Any:
-    """A value of the setting's type. Numbers and truth values may come as text: from the command line, or as YAML reads 1e-3."""
-    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
-    if kind is bool and str(value).lower() in ("true", "false"):
-        return str(value).lower() == "true"
-    if kind in (int, float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if kind is float and not math.isnan(number) or number.is_integer():
-            return kind(number)
-    elif kind not in (int, float, bool) and (not choices or value in choices):
-        return value
-    words = {int: "a whole number", float: "a number", bool: "true or false"}
-    raise ValueError(f"method_settings: {key} is {value!r}; expected {words.get(kind) or ' or '.join(map(repr, choices))}")

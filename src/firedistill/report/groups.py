@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from firedistill.config import effect
 from firedistill.report.read import Run, read_runs
 
 Item = TypeVar("Item")
@@ -40,18 +41,11 @@ TASKS = {
     "wic": "WiC",
     "mmlu_pro": "MMLU-Pro",
 }
-# fmt: off
-INDIFFERENT = frozenset({
-    "seed", "output_dir", "data_dir", "run_name", "report_to", "logging_steps", "log_rollouts", "attribution_examples",
-    "save_steps", "save_total_limit", "do_eval", "eval_steps", "eval_batch_size", "rollout_batch_size",
-    "score_tokens_per_forward", "share_prefixes", "gradient_checkpointing", "use_cpu", "hub_token",
-})
-# fmt: on
 
 
 def makes_a_difference(name: str) -> bool:
     """Whether runs with different values of a setting are different experiments, which are not averaged."""
-    return name not in INDIFFERENT
+    return name != "seed" and effect(name) in ("result", "place")
 
 
 @dataclass

@@ -1,1 +1,1 @@
-"""A run on disk: its log, its checkpoints, how it is resumed and stopped."""
+"""A run directory: its log and its checkpoints, and how a run is stopped and resumed."""

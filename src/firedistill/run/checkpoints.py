@@ -1,8 +1,8 @@
-"""Checkpoints that are whole or not there, that are checked before they are read, and that hold no pickle.
+"""Checkpoints on disk: complete or absent, verified before they are read, and without pickles.
 
-A checkpoint is written into a hidden folder beside its place, brought to the disk, sealed with a list of its files (`checkpoint.json`:
-sizes and SHA-256), and then renamed into its place. Whatever kills a run, `checkpoint-<step>` is complete or missing; one that was
-damaged later, or copied by half, does not match its list and is never taken.
+A checkpoint is written to a hidden folder, synced, sealed with a manifest of its files (`checkpoint.json`: sizes and SHA-256), and
+renamed to `checkpoint-<step>`. A run that is killed leaves complete checkpoints only; one that is damaged or truncated later does not
+match its manifest and is not used.
 
 Tensors are stored as safetensors, everything else as JSON.
 """
@@ -14,7 +14,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -30,17 +30,15 @@ from firedistill.files import REPLACED, UNFINISHED, discard
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
+NAME = re.compile(r"checkpoint-(\d{1,12})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be taken; the message says which, why, and what to do."""
-
-
-# ---- The list of a checkpoint's files ----------------------------------------------------------------------------------------
+    """A checkpoint that cannot be used; the message says which one, why, and what to do."""
 
 
 def seal(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the list of all files of a finished folder, with `content` beside it; nothing may be written there afterwards."""
+    """Write the manifest: `content` and the list of all files in the folder. Nothing may be written there afterwards."""
     files = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(folder.rglob("*"))
@@ -50,31 +48,24 @@ def seal(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `seal` wrote.
-
-    Raises:
-        CheckpointError: there is none, or it is not what `seal` writes.
-    """
-    try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
-    files = content.get("files") if isinstance(content, dict) else None
+    """The manifest that `seal` wrote; raises CheckpointError if it is missing or malformed."""
+    if not (folder / MANIFEST).exists():
+        raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}")
+    content = read_json(folder / MANIFEST)
+    files = content.get("files")
     if not isinstance(files, dict) or not files or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} lists no files")
     return content
 
 
 def check(folder: Path, contents: bool = True) -> dict[str, Any]:
-    """The list of a complete checkpoint.
+    """Compare a checkpoint with its manifest, and return the manifest.
 
     Args:
-        contents: compare the files' hashes too, not only their sizes.
+        contents: compare the hashes of the files, not only their sizes.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or not as it was written; names the file.
+        CheckpointError: a file is missing or differs; names it.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -102,64 +93,44 @@ def checkpoint_folder(run: str | Path, step: int) -> Path:
 
 
 def step_of(folder: str | Path) -> int:
-    """The optimizer step of a checkpoint folder.
-
-    Raises:
-        CheckpointError: it is not called checkpoint-<step>.
-    """
-    found = re.fullmatch(r"checkpoint-(\d{1,12})", Path(folder).name)
+    """The optimizer step in the name of a checkpoint folder; raises CheckpointError if it has another name."""
+    found = NAME.fullmatch(Path(folder).name)
     if found is None:
-        raise CheckpointError(f"{folder} is no checkpoint: expected a folder named checkpoint-<step>")
+        raise CheckpointError(f"{folder} is not a checkpoint: expected a folder named checkpoint-<step>")
     return int(found.group(1))
 
 
 def all_checkpoints(run: str | Path) -> list[Path]:
     """The folders named checkpoint-<step>, complete or not, oldest first."""
-    found = [path for path in Path(run).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d{1,12}", path.name)]
-    return sorted((path for path in found if path.is_dir()), key=step_of)
+    return sorted((path for path in Path(run).glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest complete checkpoint, or None. Newer ones that are not complete are named in the log."""
+    """The newest complete checkpoint, or None. Logs the newer ones that it skips."""
     for folder in reversed(all_checkpoints(run)):
         try:
             check(folder)
         except CheckpointError as error:
-            logger.warning("%s; it is not taken", error)
+            logger.warning("%s; it is not used", error)
         else:
             return folder
     return None
 
 
-def last_checkpoint(run: str | Path) -> str:
-    """The newest complete checkpoint of a run directory.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    newest = newest_checkpoint(run)
-    if newest is None:
-        raise CheckpointError(f"{run} has no complete checkpoint to go on from; start the run anew")
-    return str(newest)
-
-
-def rotate(run: str | Path, keep: int | None, also: str | None = None) -> None:
-    """Remove all but the newest `keep` complete checkpoints (None or 0: keep all), and never `also`.
-
-    To be called when a new one is complete. Folders that are not complete do not count, and are left alone.
-    """
+def rotate(run: str | Path, keep: int | None, best: str | None = None) -> None:
+    """Remove the complete checkpoints except `best` and the newest `keep` ones (None or 0: keep all)."""
     complete = []
     for folder in all_checkpoints(run):
         with suppress(CheckpointError):
             check(folder, contents=False)
             complete.append(folder)
     for folder in complete[: -keep if keep else 0]:
-        if also is None or folder.resolve() != Path(also).resolve():
+        if best is None or folder.resolve() != Path(best).resolve():
             discard(folder)
 
 
 def remove_after(run: str | Path, step: int) -> None:
-    """Remove the checkpoints, complete or not, of steps that the run will make again, and what a kill left unfinished."""
+    """Remove the checkpoints, complete or not, of later steps than `step`, and leftovers of a killed process."""
     for prefix in (UNFINISHED, REPLACED):
         for path in Path(run).glob(f"{prefix}*"):
             discard(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -172,17 +143,16 @@ def remove_after(run: str | Path, step: int) -> None:
 
 
 def save_state(state: Any, folder: str | Path, name: str) -> None:
-    """Write nested dicts, lists and tuples of numbers, texts, None and tensors as `<name>.json` and `<name>.safetensors`.
+    """Write nested dicts, lists and tuples of tensors and JSON scalars as `<name>.json` and `<name>.safetensors`.
 
-    Raises:
-        TypeError: something else is in it.
+    Raises TypeError if the state holds a value of another type.
     """
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
             key = str(len(tensors))
-            tensors[key] = value.detach().cpu().clone().contiguous()  # each with memory of its own
+            tensors[key] = value.detach().cpu().clone().contiguous()  # safetensors refuses shared memory
             return {"tensor": key}
         if isinstance(value, Mapping):
             return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
@@ -192,7 +162,7 @@ def save_state(state: Any, folder: str | Path, name: str) -> None:
             return [plain(item) for item in value]
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        raise TypeError(f"{name} holds a {type(value).__name__}, which a checkpoint cannot hold: use numbers, texts or tensors")
+        raise TypeError(f"{name} holds a {type(value).__name__}; a checkpoint can hold numbers, texts and tensors")
 
     text = json.dumps(plain(state))
     save_file(tensors, Path(folder) / f"{name}.safetensors")
@@ -200,36 +170,33 @@ def save_state(state: Any, folder: str | Path, name: str) -> None:
 
 
 def load_state(folder: str | Path, name: str) -> Any:
-    """What `save_state` wrote, tensors on the CPU.
-
-    Raises:
-        CheckpointError: the files are missing or not what `save_state` writes.
-    """
+    """The state that `save_state` wrote, tensors on the CPU; raises CheckpointError if a file is missing or malformed."""
     path = Path(folder) / f"{name}.json"
+
+    def restored(entry: dict[str, Any]) -> Any:
+        ((kind, content),) = entry.items()
+        return tensors[content].clone() if kind == "tensor" else {"dict": dict, "tuple": tuple}[kind](content)
+
     try:
         tensors = load_file(Path(folder) / f"{name}.safetensors")
-
-        def restored(value: Any) -> Any:
-            if isinstance(value, list):
-                return [restored(item) for item in value]
-            if not isinstance(value, dict):
-                return value
-            ((kind, content),) = value.items()
-            if kind == "tensor":
-                return tensors[content].clone()
-            if kind == "dict":
-                return {restored(key): restored(item) for key, item in content}
-            if kind == "tuple":
-                return tuple(restored(item) for item in content)
-            raise ValueError(f"unknown entry {kind!r}")
-
-        return restored(json.loads(path.read_text(encoding="utf-8")))
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=restored)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take an earlier checkpoint") from error
+        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use an earlier checkpoint") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; raises CheckpointError if the file is missing or does not hold one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} does not hold a mapping")
+    return values
 
 
 def random_state() -> dict[str, Any]:
-    """The state of every global random generator of this process."""
+    """The states of all global random generators of this process."""
     numbers = cast(tuple[str, numpy.ndarray, int, int, float], numpy.random.get_state())
     kind, keys, position, has_gauss, gauss = numbers
     return {
@@ -241,11 +208,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what `random_state` took. A state of another kind of device is left out.
-
-    Raises:
-        CheckpointError: it is no such state.
-    """
+    """Restore what `random_state` returned, without CUDA's state where there is no GPU; raises CheckpointError."""
     try:
         random.setstate(state["python"])
         kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -254,17 +217,4 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         if torch.cuda.is_available() and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"the checkpoint's random state is not one ({error}); take an earlier checkpoint") from error
-
-
-def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as JSON has them, so that stored ones and those of today compare equal."""
-    return json.loads(json.dumps(values, default=str))
-
-
-def digest(parts: Sequence[Any]) -> str:
-    """A short fingerprint of texts and numbers."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(repr(part).encode("utf-8", "surrogatepass") + b"\n")
-    return total.hexdigest()[:16]
+        raise CheckpointError(f"the checkpoint's random state is malformed ({error}); use an earlier checkpoint") from error

@@ -1,16 +1,18 @@
-"""Which checkpoint a run goes on from, and whether it is the same run.
+"""Whether a run may continue from a checkpoint, and from which one.
 
-A checkpoint knows the settings it was made with, fingerprints of the data and of the base model, and the machine. Settings that
-cannot change what is computed may differ; any other difference is refused unless it is allowed by name.
+A checkpoint records the settings of its run, fingerprints of the data and the base model, and the machine. Settings whose
+`firedistill.config.effect` is "place" or "none" may differ; any other difference is refused unless the caller allows it by name.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,85 +21,33 @@ import transformers
 import yaml
 from torch import nn
 
-from firedistill.run.checkpoints import (
-    CheckpointError,
-    all_checkpoints,
-    check,
-    digest,
-    last_checkpoint,
-    newest_checkpoint,
-    to_plain,
-)
+from firedistill.config import SelfDistillConfig, effect
+from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
 from firedistill.tasks.types import Example
 
 logger = logging.getLogger(__name__)
 
-# What may differ without a word: where things are and how they are shown, when checkpoints and evaluations are made. `model`,
-# `data_dir` and `initial_adapter` are places; what stood there is compared by its fingerprint, or is in the checkpoint.
-# fmt: off
-HARMLESS = frozenset({
-    "output_dir", "model", "data_dir", "initial_adapter", "eval_batch_size", "eval_steps", "save_steps",
-    "save_total_limit", "save_strategy", "log_rollouts", "attribution_examples", "report_to", "run_name", "project", "trackio_space_id",
-    "trackio_bucket_id", "trackio_static_space_id", "logging_steps", "logging_first_step", "logging_nan_inf_filter",
-    "logging_strategy", "log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "push_to_hub",
-    "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataloader_pin_memory",
-    "ddp_timeout", "ddp_backend", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers", "use_cpu", "skip_memory_metrics", "resume_from_checkpoint", "task_timeout",
-})
-# fmt: on
-MISSING_VALUE = object()
 
-
-@dataclass(frozen=True)
-class Difference:
-    """A setting or fingerprint that is not what it was; `before` and `now` are texts."""
-
-    name: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.name} was {self.before}, is {self.now}"
+# ---- What makes a run the same run -------------------------------------------------------------------------------------------
 
 
 def identity(
-    settings: Mapping[str, Any],
-    train: Sequence[Example],
-    evaluation: Sequence[Example],
-    base_model: str,
-    world_size: int,
+    settings: Mapping[str, Any], train: Sequence[Example], evaluation: Sequence[Example], base_model: str, world_size: int
 ) -> dict[str, Any]:
-    """What makes a run this run, as plain JSON values: its settings, and what it was given.
+    """The settings of a run and fingerprints of its inputs, as plain JSON values.
 
     Args:
         settings: `SelfDistillConfig.resolved()`.
         base_model: see `model_fingerprint`.
-        world_size: processes.
+        world_size: number of processes.
     """
-    return to_plain(
-        {
-            "settings": dict(settings),
-            "given": {
-                "base_model": base_model,
-                "train_data": data_fingerprint(train),
-                "eval_data": data_fingerprint(evaluation),
-                "world_size": world_size,
-            },
-        }
-    )
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """What changes rounding: not part of the identity, but said when it differs."""
-    return {
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": ".".join(map(str, sys.version_info[:2])),
+    given = {
+        "base_model": base_model,
+        "train_data": data_fingerprint(train),
+        "eval_data": data_fingerprint(evaluation),
+        "world_size": world_size,
     }
+    return to_plain({"settings": dict(settings), "given": given})
 
 
 def data_fingerprint(examples: Sequence[Example]) -> str:
@@ -107,7 +57,7 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
 
 @torch.no_grad()
 def model_fingerprint(model: nn.Module, values: int = 64) -> str:
-    """Names, shapes and types of the frozen parameters, and some values of each: enough to tell two base models apart."""
+    """A hash of the frozen parameters' names, shapes and dtypes, and of up to `values` evenly spaced values of each."""
     parts: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -119,115 +69,144 @@ def model_fingerprint(model: nn.Module, values: int = 64) -> str:
     return digest(parts)
 
 
-def differences(stored: Mapping[str, Any], present: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[Difference]:
-    """What differs between two identities; harmless settings are left out.
+def digest(parts: Sequence[Any]) -> str:
+    """A short hash of texts and numbers."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(repr(part).encode("utf-8", "surrogatepass") + b"\n")
+    return total.hexdigest()[:16]
+
+
+def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON stores them, so that stored and present ones compare equal."""
+    return json.loads(json.dumps(values, default=str))
+
+
+# ---- Comparison with an earlier run ------------------------------------------------------------------------------------------
+
+
+def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig) -> dict[str, str]:
+    """What differs between two identities, as texts by name; settings that may differ are left out.
 
     Args:
-        defaults: of the settings; one that is not stored had its default.
+        config: its class has the default of a setting that is not stored.
     """
-    found = []
-    parts: tuple[tuple[str, Mapping[str, Any]], ...] = (("settings", defaults), ("given", {}))
-    for part, fallback in parts:
-        before, now = (_mapping(values.get(part)) for values in (stored, present))
-        for name in dict.fromkeys([*before, *now]):
-            if name in HARMLESS and part == "settings":
-                continue
-            old, new = (values.get(name, fallback.get(name, MISSING_VALUE)) for values in (before, now))
-            if old != new:
-                found.append(Difference(name, *("unknown" if v is MISSING_VALUE else repr(v) for v in (old, new))))
+    before, now = ({**_defaults(config), **_part(run, "settings"), **_part(run, "given")} for run in (stored, present))
+    unknown = object()
+    found = {}
+    for name in dict.fromkeys([*before, *now]):
+        values = [side.get(name, unknown) for side in (before, now)]
+        if effect(name) in ("result", "rounding") and values[0] != values[1]:
+            old, new = ("unknown" if value is unknown else repr(value) for value in values)
+            found[name] = f"{name} was {old}, is {new}"
     return found
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return part if isinstance(part := stored.get(name), Mapping) else {}
 
 
-def defaults_of(config: Any) -> dict[str, Any]:
-    """The default of every setting, as plain JSON values."""
-    values = {f.name: f.default if f.default is not MISSING else None for f in fields(config)}
-    values |= {f.name: f.default_factory() for f in fields(config) if f.default_factory is not MISSING}
-    return to_plain(values)
+def _defaults(config: SelfDistillConfig) -> dict[str, Any]:
+    return to_plain({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)})
 
 
 def refuse_differences(
-    stored: Mapping[str, Any], present: Mapping[str, Any], defaults: Mapping[str, Any], allowed: Sequence[str], where: str
-) -> list[Difference]:
-    """The differences, all of them allowed.
+    folder: Path, stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig, allowed: Sequence[str]
+) -> dict[str, str]:
+    """The differences between a checkpoint's run and the present one, all of which are allowed.
 
     Raises:
-        CheckpointError: some are not allowed; lists them and says what can be done. Or a name that is allowed exists nowhere.
+        CheckpointError: a difference is not allowed, or an allowed name is neither a setting nor a fingerprint.
     """
-    given = present.get("given") or {}
-    known = [*defaults, *given]
+    given = _part(present, "given")
+    known = [*_defaults(config), *given]
     for name in allowed:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else f"; it takes names of options, and {', '.join(given)}"
-            raise CheckpointError(f"--allow_changes {name}: there is no such name{hint}")
-    found = differences(stored, present, defaults)
-    refused = [difference for difference in found if difference.name not in allowed]
+            hint = f"did you mean {close[0]}?" if close else f"expected names of options, or of {', '.join(given)}"
+            raise CheckpointError(f"--allow_changes {name}: there is no such name; {hint}")
+    found = differences(stored, present, config)
+    refused = {name: text for name, text in found.items() if name not in allowed}
     if refused:
-        names = " ".join(difference.name for difference in refused)
         raise CheckpointError(
-            f"{where} was made with other settings: {'; '.join(map(str, refused))}. Give it the old values, "
-            f"or go on with the new ones by name (--allow_changes {names}), or start anew with --overwrite or in another "
-            "--output_dir (in Python: allow_changes=[...], resume_from_checkpoint=False, output_dir=...)"
+            f"{folder} was made with other settings: {'; '.join(refused.values())}. Restore the old values, continue with the new "
+            f"ones (--allow_changes {' '.join(refused)}), or start from the beginning with --overwrite or in another --output_dir "
+            "(in Python: allow_changes=[...], resume_from_checkpoint=False, output_dir=...)"
         )
     return found
 
 
+def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
+    """Raise ValueError if the folder holds a run without a checkpoint, which would be replaced, and with other settings."""
+    if all_checkpoints(run) or not (run / "metrics.jsonl").exists():
+        return
+    try:
+        earlier = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        earlier = None
+    settings = to_plain(earlier) if isinstance(earlier, dict) else {}
+    changed = differences({"settings": settings}, {"settings": to_plain(config.resolved())}, config)
+    if not isinstance(earlier, dict) or changed:
+        raise ValueError(
+            f"{run} already holds a run with other settings and no checkpoint ({'; '.join(changed.values())}): replace it with "
+            "--overwrite, or choose another --output_dir"
+        )
+
+
 def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
-    """The checkpoint to go on from, checked to be complete; None to start anew.
+    """The checkpoint to continue from, verified to be complete; None to start from the beginning.
 
     Args:
-        wanted: True for the newest of the run directory, which must have one; "auto" or None for the newest if there is one;
+        wanted: True for the newest one of the run directory, which must exist; "auto" or None for the newest one if there is any;
             False for none; or the path of a checkpoint.
 
     Raises:
-        CheckpointError: there is no complete one.
+        CheckpointError: there is no complete checkpoint, or it belongs to another run than the one in the run directory.
     """
-    if isinstance(wanted, str) and wanted.lower() in {"auto", "true", "false", "none"}:
-        wanted = {"auto": None, "true": True, "false": False, "none": False}[wanted.lower()]
+    if isinstance(wanted, str):
+        words: dict[str, bool | None] = {"auto": None, "none": False, "true": True, "false": False}
+        wanted = words.get(wanted.lower(), wanted)
     if wanted is False:
         return None
-    if wanted is None:
+    found = all_checkpoints(run)
+    if wanted is None or wanted is True:
         newest = newest_checkpoint(run)
-        if newest is None and (found := all_checkpoints(run)):
+        if newest is None and (wanted or found):
             raise CheckpointError(
-                f"{run} holds {', '.join(path.name for path in found)}, but no complete checkpoint to go on from; --overwrite starts "
-                "anew and removes them (in Python: resume_from_checkpoint=False)"
+                f"{run} has no complete checkpoint to resume from (found: {', '.join(path.name for path in found) or 'none'}); "
+                "--overwrite starts from the beginning and removes what is there (in Python: resume_from_checkpoint=False)"
             )
         return newest
-    if wanted is True:
-        return Path(last_checkpoint(run))
-    if not Path(wanted).is_dir():
-        raise CheckpointError(f"there is no checkpoint {wanted}; give a folder checkpoint-<step>, or auto")
-    if Path(wanted).resolve().parent != Path(run).resolve() and (
-        all_checkpoints(run) or (Path(run) / "metrics.jsonl").exists()
-    ):
+    folder = Path(wanted)
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}; expected a folder checkpoint-<step>, or auto")
+    if folder.resolve().parent != Path(run).resolve() and (found or (Path(run) / "metrics.jsonl").exists()):
         raise CheckpointError(
-            f"{run} holds a run of its own, and {wanted} is another one's: go on with the one that is there (--resume), or name "
-            "another --output_dir"
+            f"{run} holds a run of its own, and {folder} belongs to another one: resume the one that is there (--resume), or "
+            "choose another --output_dir"
         )
-    check(Path(wanted))
-    return Path(wanted)
+    check(folder)
+    return folder
 
 
-def stored_settings(run: str | Path) -> dict[str, Any] | None:
-    """The settings in a run directory's `config.yaml`; None if there are none to be read."""
-    try:
-        values = yaml.safe_load((Path(run) / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return None
-    return to_plain(values) if isinstance(values, dict) else None
+def machine(device: torch.device) -> dict[str, Any]:
+    """What changes the rounding of results; not part of the identity."""
+    return {
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+    }
 
 
-def warn_of_another_machine(before: Any, now: Mapping[str, Any]) -> None:
-    """Say what differs in the machine: the continued run is then the same one within rounding, not to the bit."""
-    before = before if isinstance(before, Mapping) else {}
+def warn_of_another_machine(manifest: Mapping[str, Any], device: torch.device) -> None:
+    """Log what differs from the machine that wrote the checkpoint."""
+    before, now = _part(manifest, "machine"), machine(device)
     changed = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value]
     if changed:
         logger.warning(
-            "the checkpoint was written with %s: from here on, the results equal those of the uninterrupted run only within rounding",
+            "the checkpoint was written with %s: from here on, results equal those of an uninterrupted run only within rounding",
             "; ".join(changed),
         )

@@ -1,4 +1,4 @@
-"""The run directory: what a run writes while it goes on, so that a crash loses nothing."""
+"""What a run writes into its directory while it trains, so that a crash loses nothing."""
 
 from __future__ import annotations
 
@@ -18,37 +18,26 @@ from firedistill.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
+FEEDBACK = pa.list_(pa.struct({"name": pa.string(), "text": pa.string()}))
 ROLLOUT_COLUMNS = pa.schema(
-    {
-        "step": pa.int64(),
-        "uid": pa.string(),
-        "prompt": pa.string(),
-        "response": pa.string(),
-        "expected": pa.string(),
-        "submitted": pa.string(),
-        "correct": pa.bool_(),
-        "lenient_correct": pa.bool_(),
-        "well_formed": pa.bool_(),
-        "finished": pa.bool_(),
-        "response_tokens": pa.int64(),
-        "prefix_tokens": pa.int64(),
-        "draft_tokens": pa.int64(),
-        "trained": pa.bool_(),
-        "feedback": pa.list_(pa.struct({"name": pa.string(), "text": pa.string()})),
-    }
+    [("step", pa.int64())]
+    + [(name, pa.string()) for name in ("uid", "prompt", "response", "expected", "submitted")]
+    + [(name, pa.bool_()) for name in ("correct", "lenient_correct", "well_formed", "finished")]
+    + [(name, pa.int64()) for name in ("response_tokens", "prefix_tokens", "draft_tokens")]
+    + [("trained", pa.bool_()), ("feedback", FEEDBACK)]
 )
-"""The same in every file, so that the files of a run can be read as one table."""
+"""Fixed, so that all rollout files of a run can be read as one table."""
 
 
 class RunLog:
-    """Appends to `metrics.jsonl` and `evals.jsonl` (flushed row by row) and writes `rollouts/*.parquet`.
+    """Appends to `metrics.jsonl` and `evals.jsonl`, flushed row by row, and writes `rollouts/*.parquet`.
 
     Args:
-        folder: the run directory, made if missing.
+        folder: the run directory, created if missing.
 
     Attributes:
-        failed_writes: how often something could not be written.
-        waiting: rows that are still to be written, by file.
+        failed_writes: number of writes that failed.
+        waiting: lines that are still to be written, by file.
     """
 
     def __init__(self, folder: str | Path):
@@ -58,12 +47,12 @@ class RunLog:
         self.waiting: dict[str, list[str]] = {"metrics.jsonl": [], "evals.jsonl": []}
 
     def start(self, step: int, evaluated: bool = True) -> None:
-        """Begin after optimizer step `step` (0: a fresh run); rows that the run will write again are dropped.
+        """Continue after optimizer step `step` (0: a new run), without the rows and files that will be written again.
 
         Args:
-            evaluated: the evaluation after that step, if there was to be one, has been made.
+            evaluated: whether the evaluation after that step has been made.
         """
-        for name in ("metrics.jsonl", "evals.jsonl"):
+        for name in self.waiting:
             last = step - 1 if name == "evals.jsonl" and not evaluated else step
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
             with written_at_once(self.folder / name) as unfinished:
@@ -81,7 +70,7 @@ class RunLog:
         self._append("evals.jsonl", row)
 
     def rollouts(self, step: int, rows: Sequence[dict[str, Any]], prefix: str = "step") -> None:
-        """Write the rollouts of a step or evaluation; those that cannot be written (a full disk) are counted, and lost."""
+        """Write the rollouts of a step or evaluation. If that fails (a full disk), they are lost, and the failure is counted."""
         if not rows:
             return
         folder = self.folder / "rollouts"
@@ -93,20 +82,16 @@ class RunLog:
             self._failed(f"the rollouts of step {step} could not be written", error)
 
     def sync(self) -> None:
-        """Bring the rows to the disk, before a checkpoint that counts on them.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        for name in ("metrics.jsonl", "evals.jsonl"):
-            if self.waiting[name]:
+        """Flush all rows to disk, before a checkpoint that relies on them; raises OSError if that fails."""
+        for name, lines in self.waiting.items():
+            if lines:
                 self._write(name)
             if (self.folder / name).exists():
                 with (self.folder / name).open("rb") as file:
                     os.fsync(file.fileno())
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        """Rows that cannot be written wait for the next one."""
+        """Write a row, and the earlier ones that could not be written."""
         self.waiting[name].append(json_line(row))
         try:
             self._write(name)
@@ -121,23 +106,23 @@ class RunLog:
                 file.write("".join(self.waiting[name]))
         except OSError:
             if path.is_file():
-                os.truncate(path, size)  # half a row would spoil the next one
+                os.truncate(path, size)  # remove a partial line
             raise
         self.waiting[name].clear()
 
     def _failed(self, what: str, error: Exception) -> None:
         self.failed_writes += 1
-        logger.error("%s (%s); the run goes on. Make room in %s", what, error, self.folder)
+        logger.error("%s (%s); training continues. Make room in %s", what, error, self.folder)
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """A row of numbers as a line of JSON, which has no NaN and no infinity: they become null."""
+    """A row as a line of JSON, with null in place of NaN and infinity."""
     finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a JSON Lines file, null read as NaN; an unfinished last line (a run killed while writing) is left out."""
+    """The rows of a JSON Lines file, with NaN in place of null; without a partial last line, and empty if there is no file."""
     path = Path(path)
     if not path.is_file():
         return []
@@ -152,24 +137,24 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 
 
 def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict[str, Any]:
-    """One rollout as a row of the parquet files."""
-    verdict = rollout.verdict
+    """A rollout as a row of `ROLLOUT_COLUMNS`."""
+    verdict, response = rollout.verdict, rollout.response
 
     def text(value: Any) -> str:
-        """Any text as UTF-8 has it: half a surrogate pair, which JSON can hold, is written out."""
+        """Lone surrogates, which JSON data can hold and UTF-8 cannot, are escaped."""
         return str(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
     return {
         "step": step,
         "uid": text(rollout.example.uid),
         "prompt": text(prompt),
-        "response": text(rollout.response.text),
+        "response": text(response.text),
         "expected": text(verdict.expected),
         "submitted": None if verdict.submitted is None else text(verdict.submitted),
         "correct": verdict.correct,
         "lenient_correct": verdict.lenient_correct,
         "well_formed": verdict.well_formed,
-        "finished": rollout.response.finished,
+        "finished": response.finished,
         "response_tokens": len(rollout.response_ids),
         "prefix_tokens": rollout.prefix_length,
         "draft_tokens": rollout.draft_tokens,

@@ -1,8 +1,10 @@
-"""Experiment trackers whose failures do not end a run."""
+"""Experiment trackers whose failures do not stop a run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
@@ -11,40 +13,33 @@ logger = logging.getLogger(__name__)
 
 
 class GuardedTracker(TrainerCallback):
-    """A tracker's callback whose errors are counted and do not end the run: `metrics.jsonl` has every row in any case.
+    """Forwards all events to a tracker's callback; counts its exceptions instead of raising them.
 
     Attributes:
-        failed: calls that raised.
+        failed: number of calls that raised.
     """
 
     def __init__(self, tracker: TrainerCallback):
-        self.tracker, self.failed = tracker, 0
+        self.failed = 0
+        for name in dir(tracker):
+            if name.startswith("on_"):
+                setattr(
+                    self, name, partial(self._forward, getattr(tracker, name), f"{type(tracker).__name__} failed in {name}")
+                )
 
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        call = getattr(self.tracker, name)
-
-        def guarded(args, state, control, **kwargs):
-            try:
-                return call(args, state, control, **kwargs)
-            except Exception as error:
-                self.failed += 1
-                if self.failed == 1:
-                    logger.warning(
-                        "the tracker %s failed in %s (%s: %s); the run goes on, and metrics.jsonl has every row",
-                        type(self.tracker).__name__,
-                        name,
-                        type(error).__name__,
-                        " ".join(str(error).split())[:200],
-                    )
-                return None
-
-        return guarded
+    def _forward(self, call: Callable, failure: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            self.failed += 1
+            if self.failed == 1:
+                problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                logger.warning("the tracker %s (%s); training continues, and metrics.jsonl has every step", failure, problem)
+            return None
 
 
 def guard_trackers(callbacks: list[TrainerCallback]) -> list[GuardedTracker]:
-    """Replace the callbacks of `report_to` by guarded ones, in place; the guarded ones."""
+    """Replace the callbacks of `report_to` in the list by guarded ones, and return those."""
     for position, callback in enumerate(callbacks):
         if type(callback).__module__.startswith("transformers.integrations"):
             callbacks[position] = GuardedTracker(callback)
