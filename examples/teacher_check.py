@@ -9,10 +9,11 @@ answer: a teacher far below 100 % cannot use what it is told, and self-distillat
 
 import sys
 
-from firedistill.cli.main import config_of, quiet_libraries
+from firedistill.cli.arguments import config_of
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples
 from firedistill.prompts import teacher_messages
+from firedistill.terminal import quiet_libraries
 from firedistill.trainer import SelfDistillTrainer
 
 quiet_libraries()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -135,19 +133,6 @@ class ConsoleReport(TrainerCallback):
 
     def print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
-
-
-def visible(text: str) -> str:
-    """Text of models, datasets and files for a terminal: characters that control it, or reorder a line, become escapes."""
-    controls = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(controls, lambda found: ascii(found[0])[1:-1], text)
-
-
-class Visibly(logging.Formatter):
-    """Log lines in which names and texts of others can neither control a terminal nor start a new line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(record.getMessage()).replace("\n", r"\n")
 
 
 def accuracy_line(metrics: Mapping[str, float], prefix: str = "eval_") -> str:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import importlib
 import os
-import shutil
 import sys
-import textwrap
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-if TYPE_CHECKING:
-    from firedistill.config import SelfDistillConfig
-    from firedistill.setup import Setup
+from firedistill.terminal import visible
 
 EPILOGUE = """\
 examples:
   firedistill warmstart quickstart-warmstart
   firedistill train quickstart --seed 1
   firedistill train gsm8k-qwen2.5-1.5b --data_dir data --max_steps 50
-  firedistill train runs/my-run                      goes on where it stopped
+  firedistill train runs/my-run                      resumes the run
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill inspect runs/my-run --save --count 8
@@ -33,12 +26,26 @@ examples:
   firedistill report runs/a runs/b -o curves.png
   firedistill bench --quick
 
-FIREDISTILL_TRACEBACK=1 in the environment shows where in the program an error came from.
+FIREDISTILL_TRACEBACK=1 in the environment prints the traceback of an error.
 """
+
+# Module and function of each command, and its description.
+COMMANDS = {
+    "warmstart": (
+        "train:warmstart_command",
+        "supervised fine-tuning of the adapter on gold solutions, before self-distillation",
+    ),
+    "train": ("train:train_command", "train with FIRE or another method"),
+    "eval": ("inspect:eval_command", "greedy accuracy on held-out problems"),
+    "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
+    "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
+    "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
+    "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for a user's mistake, told in one line."""
+    """Run one command; returns the exit status: 0, or 2 for a user's mistake, reported in one line."""
     parser = argparse.ArgumentParser(
         prog="firedistill",
         description="Feedback-based on-policy self-distillation that stays stable.",
@@ -53,439 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Paths, names and texts of others are never markup.
     console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
     try:
-        return COMMANDS[parsed.command][0](unknown + parsed.rest, console)
+        return load_command(parsed.command)(unknown + parsed.rest, console)
     except KeyboardInterrupt:
         Console(stderr=True).print(
-            "stopped; with a checkpoint, the same command and --resume go on with the run", style="yellow"
+            "stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"
         )
         return 130
     except (ValueError, OSError, ImportError) as error:
-        # What a user can get wrong is a ValueError with a message that says so, a file that cannot be used, or a package that is
-        # not installed; the rest keeps its traceback.
+        # A user's mistake is a ValueError with a message that says so, a file that cannot be used, or a package that is not installed.
+        # Other errors keep their traceback.
         if os.environ.get("FIREDISTILL_TRACEBACK"):
             raise
-        from firedistill.cli.console import visible
-
         message = visible(" ".join(f"firedistill {parsed.command}: {error}".split()))
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
 
 
-def train_command(arguments: Sequence[str], console: Console) -> int:
-    from firedistill.config import SelfDistillConfig
-    from firedistill.trainer import SelfDistillTrainer
-
-    return run_training(SelfDistillConfig, SelfDistillTrainer, arguments, console, "train")
-
-
-def warmstart_command(arguments: Sequence[str], console: Console) -> int:
-    from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
-
-    return run_training(WarmStartConfig, WarmStartTrainer, arguments, console, "warmstart")
-
-
-def run_training(config_class: type, trainer_class: type, arguments: Sequence[str], console: Console, command: str) -> int:
-    if wants_help(arguments):
-        print_help(config_class, console, command, everything="--help-all" in arguments)
-        return 0
-    arguments = list(arguments)
-    allowed = take_list(arguments, "allow_changes")
-    checks = take_option(arguments, "preflight", "run")
-    if checks not in {"run", "only", "skip"}:
-        raise ValueError(f"--preflight is {checks!r}; expected run, only or skip")
-    resume, overwrite = ("--resume" in arguments), ("--overwrite" in arguments)
-    if resume and overwrite:
-        raise ValueError("--resume goes on with a run, --overwrite replaces it; give one of them")
-    config = config_of(config_class, [a for a in arguments if a not in {"--resume", "--overwrite"}])
-    quiet_libraries()
-    folder = Path(config.run_dir)
-    if (folder / "plan.json").is_file():
-        raise ValueError(f"{folder} holds a suite, of which a run would become a part; name another --output_dir")
-    wanted = True if resume else False if overwrite else config.resume_from_checkpoint
-    if wanted is None:
-        from firedistill.run.identity import refuse_another_run
-
-        refuse_another_run(folder, config)
-
-    from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
-    from firedistill.report.curves import plot_runs
-    from firedistill.run.log import read_jsonl
-
-    console.print(
-        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
-    )
-    trainer = trainer_class(args=config)
-    checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
-    if checks != "skip":
-        check_before_training(trainer, console, notes=checks == "only")
-        if checks == "only":
-            return 0
-    if (
-        overwrite and (folder / "metrics.jsonl").exists() and trainer.is_world_process_zero()
-    ):  # the new settings have proved usable
-        if any(folder.resolve() in (place, *place.parents) for place in (Path.cwd(), Path.home())):
-            raise ValueError(f"{folder} holds more than a run; it is not removed: name a folder of its own by --output_dir")
-        shutil.rmtree(folder)
-        folder.mkdir()
-    report = ConsoleReport(trainer, console)
-    trainer.add_callback(report)
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
-    finally:
-        report.stop()
-    if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
-        console.print(
-            f"stopped by {trainer.stop.name} after step {trainer.state.global_step}; go on with: firedistill {command} {folder}",
-            soft_wrap=True,
-        )
-        return 128 + trainer.stop.signal
-    evaluations = read_jsonl(folder / "evals.jsonl")  # of the whole run, resumed or not
-    if len(evaluations) > 1:
-        console.print(before_and_after(evaluations))
-    if trend := correct_rate_trend(read_jsonl(folder / "metrics.jsonl")):
-        console.print(trend)
-    picture = plot_runs([folder], folder / "curves.png")
-    skipped = trainer.counters["skipped_updates"]
-    if skipped:
-        console.print(f"{skipped} of {config.max_steps} steps had nothing to train on or no finite gradient and were skipped")
-    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", soft_wrap=True)
-    return 0
-
-
-def eval_command(arguments: Sequence[str], console: Console) -> int:
-    """Evaluate a model, an adapter or a run on the held-out problems of its task."""
-    if wants_help(arguments):
-        console.print(
-            "firedistill eval RUN|RECIPE [--initial_adapter DIR] [--task NAME] [--eval_size N] ...\n\n"
-            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train."
-        )
-        return 0
-    from firedistill.cli.console import accuracy_line, visible
-    from firedistill.evaluation import evaluate
-    from firedistill.rollouts.hf import HFRolloutEngine
-
-    setup = setup_for(arguments)
-    args = setup.args
-    engine = HFRolloutEngine(setup.model, setup.tokenizer, args.eval_batch_size)
-    with console.status("evaluating") as status:
-
-        def show(done: int, total: int) -> None:
-            status.update(f"evaluation {done}/{total}")
-
-        _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, args, show)
-    if not summary["n"]:
-        raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
-    console.print(accuracy_line(summary, prefix=""))
-    for name, value in summary.items():
-        if name.startswith("accuracy_"):
-            console.print(f"  {visible(name.removeprefix('accuracy_'))}: {value:.1%}")
-    return 0
-
-
-def inspect_command(arguments: Sequence[str], console: Console) -> int:
-    """Show one example with everything that FIRE computes about it, or save several for the report."""
-    if wants_help(arguments):
-        console.print(
-            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n"
-            "firedistill inspect RUN --save [--count N] [--example INDEX] [--checkpoint STEP] ...\n\n"
-            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token.\n"
-            "With --save, the same of N examples from INDEX on goes to RUN/attribution/, where firedistill report finds it.\n"
-            "--checkpoint takes student and teacher of that step instead of the last ones."
-        )
-        return 0
-    from firedistill.attribution import Inspector, save_attribution
-    from firedistill.cli.console import visible
-    from firedistill.cli.inspect import print_inspection
-    from firedistill.evaluation import answer_examples
-    from firedistill.models.states import unwrap
-    from firedistill.ops import Head
-    from firedistill.rollouts.hf import HFRolloutEngine
-    from firedistill.run.checkpoints import newest_checkpoint
-    from firedistill.run.log import read_jsonl
-    from firedistill.teacher import Teacher
-
-    arguments = list(arguments)
-    save = "--save" in arguments
-    arguments = [argument for argument in arguments if argument != "--save"]
-    index = take_number(arguments, "example", 0)
-    count = take_number(arguments, "count", 1)
-    if count < 1 or (count > 1 and not save):
-        raise ValueError(f"--count is {count}; expected 1 or more, and --save with more than 1")
-    split = take_option(arguments, "split", "eval")
-    folder = Path(arguments[0]) if arguments else Path()
-    if save and not (folder / "config.yaml").is_file():
-        raise ValueError("--save needs a run directory: firedistill inspect RUN --save")
-    checkpoint = None
-    if (step := take_option(arguments, "checkpoint", "")) != "":
-        checkpoint = folder / f"checkpoint-{step}"
-        if not (checkpoint / "teacher.safetensors").is_file():
-            there = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
-            raise ValueError(f"--checkpoint is {step}; {folder} has checkpoints of these steps: {there}")
-        arguments += ["--initial_adapter", str(checkpoint)]
-    setup = setup_for(arguments)
-    args, task = setup.args, setup.task
-    examples = task.examples(split, index + count, args.eval_subset_seed, args.data_dir)
-    if index >= len(examples):
-        raise ValueError(f"--example is {index}, but the {split} split of {task.name} has {len(examples)} problems")
-    teacher = Teacher(setup.model, task, setup.encoder, rate=args.ema_rate, temperature=args.score_temperature)
-    if weights := checkpoint or newest_checkpoint(args.run_dir):
-        teacher.weights.load(weights)
-    model = setup.model
-    inspector = Inspector.of(args, model, teacher, Head.of(unwrap(model), args.score_temperature))
-    engine = HFRolloutEngine(model, setup.tokenizer, args.rollout_batch_size)
-    records = []
-    for example in examples[index : index + count]:
-        try:
-            rollouts, _ = answer_examples(engine, task, setup.encoder, [example], args.sampling, args.budget, args.seed)
-            if not rollouts:
-                raise ValueError(f"{example.uid}: the prompt is over the budget")
-            inspection = inspector.inspect(rollouts[0])
-        except ValueError as error:
-            if not save:
-                raise
-            console.print(visible(f"left out: {error}"))
-            continue
-        if not save:
-            print_inspection(inspection, teacher, console)
-            return 0
-        records.append(inspector.record(inspection))
-        console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    reached = int(step) if checkpoint is not None else (metrics[-1]["step"] if metrics else 0)
-    console.print(f"wrote {save_attribution(records, folder, reached)}", soft_wrap=True)
-    return 0
-
-
-def suite_command(arguments: Sequence[str], console: Console) -> int:
-    """Run the paper's tables and figures, or a list of runs of one's own."""
-    from firedistill.cli.suite import suite_command
-
-    return suite_command(arguments, console)
-
-
-def report_command(arguments: Sequence[str], console: Console) -> int:
-    """Tables, figures and a page of runs and suites, or their curves as one picture."""
-    parser = argparse.ArgumentParser(
-        prog="firedistill report", description="Report on runs and suites; on those that are still going, too."
-    )
-    parser.add_argument("runs", nargs="+", help="run directories and folders of suites")
-    parser.add_argument(
-        "-o", "--output", default="report", help="folder for page, tables and figures (report); or a picture: .png, .svg, .pdf"
-    )
-    options = parser.parse_args(list(arguments))
-    output = Path(options.output)
-    if output.suffix and not output.is_dir() and not options.output.endswith(("/", os.sep)):
-        from firedistill.report.curves import plot_runs
-
-        console.print(f"wrote {plot_runs(options.runs, output)}", soft_wrap=True)
-        return 0
-    from firedistill.cli.console import visible
-    from firedistill.report.build import write_report
-
-    study, written = write_report(options.runs, output)
-    for note in study.notes:
-        console.print(visible(note), soft_wrap=True)
-    for path in written:
-        console.print(f"wrote {path}", soft_wrap=True)
-    return 0
-
-
-def bench_command(arguments: Sequence[str], console: Console) -> int:
-    """Measure what the package costs on this machine."""
-    from firedistill.benchmarks import BENCHMARKS, load_benchmark, missing_package
-    from firedistill.benchmarks.harness import Options, hardware, result, table, write
-
-    parser = argparse.ArgumentParser(
-        prog="firedistill bench", description="Times and memory on this machine; both sides of each comparison take turns."
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all of them if none is given")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--model", help="hub id or folder of an instruct model; a random one if not given")
-    parser.add_argument("--repeats", type=int, help="timed runs of each side")
-    parser.add_argument("--threads", type=int, help="processor threads; by default what PyTorch chooses")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("-o", "--output", default="bench", help="folder for a .json and a .png per benchmark (bench)")
-    options = parser.parse_args(list(arguments))
-    for name, value in (("repeats", options.repeats), ("threads", options.threads)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; expected 1 or more")
-    benchmarks = {name: load_benchmark(name) for name in options.names or BENCHMARKS}
-    import torch
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    quiet_libraries()
-    chosen = Options(options.model, options.repeats, options.device)
-    for name, benchmark in benchmarks.items():
-        if not options.names and (package := missing_package(benchmark)):
-            console.print(f"{name} left out: it compares with {package}, which is not installed")
-            continue
-        sizes = benchmark.SIZES["quick" if options.quick else "full"]
-        machine, rows = hardware(), []
-        with console.status(name) as status:
-            for row in benchmark.run(sizes, chosen):
-                rows.append(row)
-                status.update(f"{name}: {len(rows)} measurements")
-        found = result(name, benchmark.TITLE, sizes, chosen, rows, machine)
-        console.print(table(found))
-        for path in write(found, Path(options.output), benchmark.sweeps(sizes)):
-            console.print(f"wrote {path}", soft_wrap=True)
-    return 0
-
-
-COMMANDS = {
-    "warmstart": (
-        warmstart_command,
-        "supervised fine-tuning of the adapter on gold solutions, so that there is something to distil",
-    ),
-    "train": (train_command, "train with FIRE or another method"),
-    "eval": (eval_command, "greedy accuracy on held-out problems"),
-    "inspect": (inspect_command, "one example: prompts, response, feedback, and a per-token table"),
-    "suite": (suite_command, "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
-    "report": (report_command, "tables, figures and a page of runs and suites, or their curves as a picture"),
-    "bench": (bench_command, "what the package costs on this machine: times and memory"),
-}
-
-
-def check_before_training(trainer, console: Console, notes: bool) -> None:
-    """Print what the preflight finds, notes only if asked for.
-
-    Raises:
-        ValueError: there are errors.
-    """
-    from firedistill.cli.console import visible
-    from firedistill.cli.preflight import preflight
-
-    findings = preflight(trainer.setup)
-    if trainer.is_world_process_zero():
-        for finding in findings:
-            if notes or finding.level != "note":
-                console.print(visible(str(finding)), soft_wrap=True)
-    if errors := [finding for finding in findings if finding.level == "error"]:
-        raise ValueError(
-            f"{len(errors)} thing{'s' * (len(errors) > 1)} to mend before training: {'; '.join(e.text for e in errors)} "
-            "(--preflight skip trains nevertheless)"
-        )
-
-
-def config_of(config_class: type[SelfDistillConfig], arguments: Sequence[str]) -> SelfDistillConfig:
-    """`[RECIPE] [--option value ...]` to settings."""
-    from firedistill.recipes import build_config, parse_overrides
-
-    arguments = list(arguments)
-    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
-    overrides = parse_overrides(arguments)
-    if recipe is not None and (Path(recipe) / "config.yaml").is_file():
-        overrides.setdefault("output_dir", recipe)  # a run that was moved is where it is, not where it was
-    return build_config(config_class, recipe, overrides)
-
-
-def setup_for(arguments: Sequence[str]) -> Setup:
-    """Model, adapter, task and held-out problems of a run directory (a warm start's too) or recipe; nothing to train on."""
-    from firedistill.config import SelfDistillConfig
-    from firedistill.recipes import read_recipe
-    from firedistill.setup import load_setup
-    from firedistill.warmstart import WarmStartConfig
-
-    arguments = list(arguments)
-    recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
-    given = any(a.startswith(("--initial_adapter", "--initial-adapter")) for a in arguments)
-    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and not given:
-        adapter = Path(recipe) / "adapter"
-        if not adapter.is_dir():
-            raise ValueError(f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint by --initial_adapter")
-        arguments += ["--initial_adapter", str(adapter)]
-    quiet_libraries()
-    supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False)
-
-
-def take_option(arguments: list[str], name: str, default: str) -> str:
-    """Remove `--name value` or `--name=value` from the arguments; the value, or the default."""
-    for position, argument in enumerate(arguments):
-        if argument.startswith(f"--{name}="):
-            return arguments.pop(position).partition("=")[2]
-    if f"--{name}" not in arguments:
-        return default
-    position = arguments.index(f"--{name}")
-    if position + 1 == len(arguments):
-        raise ValueError(f"--{name} needs a value")
-    value = arguments[position + 1]
-    del arguments[position : position + 2]
-    return value
-
-
-def take_list(arguments: list[str], name: str) -> list[str]:
-    """Remove `--name a b c` (or `--name a,b`) from the arguments; the values."""
-    spellings = {f"--{name}", f"--{name.replace('_', '-')}"}
-    start = next((i for i, argument in enumerate(arguments) if argument.partition("=")[0] in spellings), None)
-    if start is None:
-        return []
-    end = next((i for i in range(start + 1, len(arguments)) if arguments[i].startswith("--")), len(arguments))
-    values = [arguments[start].partition("=")[2], *arguments[start + 1 : end]]
-    del arguments[start:end]
-    found = [value.replace("-", "_") for text in values for value in text.split(",") if value]
-    if not found:
-        raise ValueError(f"--{name} needs the names of options, for instance --{name} learning_rate max_steps")
-    return found
-
-
-def take_number(arguments: list[str], name: str, default: int) -> int:
-    number = take_option(arguments, name, str(default))
-    if not number.isdecimal():
-        raise ValueError(f"--{name} is {number!r}; expected a whole number from 0 on")
-    return int(number)
-
-
-def wants_help(arguments: Sequence[str]) -> bool:
-    return any(a in {"-h", "--help", "--help-all"} for a in arguments)
-
-
-def print_help(config_class: type, console: Console, command: str, everything: bool) -> None:
-    """Our options by group; the inherited ones only on request."""
-    from dataclasses import fields
-
-    from firedistill.objectives import registered_objectives
-    from firedistill.recipes import built_in_recipes, default_of, option_groups
-
-    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]"]
-    out += ["    [--preflight only | skip]", ""]
-    out += ["RECIPE is a YAML file, a run directory, or one of:"]
-    names = ", ".join(built_in_recipes())
-    out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    out += textwrap.wrap(
-        "A run directory that holds a checkpoint of the same settings is continued; --resume insists on that, "
-        "--resume_from_checkpoint DIR names the checkpoint, --allow_changes names the settings that may differ from then on. "
-        "--overwrite replaces a run that is there. Data, verifier, prompts, tokenizer, disk and memory are looked at before the "
-        "first step: --preflight only does nothing else, --preflight skip leaves it out.",
-        100,
-    )
-    ours: set[str] = set()
-    for group, options in option_groups(config_class).items():
-        out += ["", f"{group}:"]
-        for option in options:
-            ours.add(option.name)
-            out += [f"  --{option.name} ({default_of(option)})"]
-            out += textwrap.wrap(option.metadata["help"], 100, initial_indent="      ", subsequent_indent="      ")
-    out += ["", "Methods, with the settings that --method_settings.NAME VALUE changes:"]
-    for name, method in registered_objectives().items():
-        summary = next((line for line in (method.__doc__ or "").splitlines() if line.strip()), "")
-        out += [f"  {name}: {summary}"]
-        out += [f"      {f.name} ({f.default}): {f.metadata.get('help', '')}" for f in fields(method)]
-    inherited = [f for f in fields(config_class) if f.init and f.name not in ours]
-    out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
-    if everything:
-        out += textwrap.wrap(", ".join(f.name for f in inherited), 100, initial_indent="  ", subsequent_indent="  ")
-    console.print("\n".join(out))
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' own bars and notes to developers off the screen; their warnings to users stay."""
-    import transformers
-
-    from firedistill.cli.console import Visibly
-
-    transformers.utils.logging.disable_progress_bar()
-    if logging.lastResort is not None:  # prints our warnings where nobody has set up logging
-        logging.lastResort.setFormatter(Visibly())
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+def load_command(name: str) -> Callable[[Sequence[str], Console], int]:
+    """The function of a command; its module is imported on first use."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"firedistill.cli.{module}"), function)

@@ -1,0 +1,35 @@
+"""`firedistill report`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from firedistill.report.build import write_report
+from firedistill.report.curves import plot_runs
+from firedistill.terminal import visible
+
+
+def report_command(arguments: Sequence[str], console: Console) -> int:
+    parser = argparse.ArgumentParser(
+        prog="firedistill report", description="Report on runs and suites, including those that are still running."
+    )
+    parser.add_argument("runs", nargs="+", help="run directories and folders of suites")
+    parser.add_argument(
+        "-o", "--output", default="report", help="folder for page, tables and figures (report); or a picture: .png, .svg, .pdf"
+    )
+    options = parser.parse_args(list(arguments))
+    output = Path(options.output)
+    if output.suffix and not output.is_dir() and not options.output.endswith(("/", os.sep)):
+        console.print(f"wrote {plot_runs(options.runs, output)}", soft_wrap=True)
+        return 0
+    study, written = write_report(options.runs, output)
+    for note in study.notes:
+        console.print(visible(note), soft_wrap=True)
+    for path in written:
+        console.print(f"wrote {path}", soft_wrap=True)
+    return 0

@@ -1,0 +1,163 @@
+"""`firedistill train` and `firedistill warmstart`."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+from pathlib import Path
+
+from rich.console import Console
+
+from firedistill.cli.arguments import Parser, config_of, option_names, wants_help
+from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
+from firedistill.cli.preflight import preflight
+from firedistill.config import SelfDistillConfig
+from firedistill.objectives import registered_objectives
+from firedistill.recipes import built_in_recipes, default_of, option_groups
+from firedistill.report.curves import plot_runs
+from firedistill.run.identity import refuse_another_run
+from firedistill.run.log import read_jsonl
+from firedistill.terminal import quiet_libraries, visible
+from firedistill.trainer import SelfDistillTrainer
+from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
+
+
+def train_command(arguments: Sequence[str], console: Console) -> int:
+    return run_training(SelfDistillConfig, SelfDistillTrainer, arguments, console, "train")
+
+
+def warmstart_command(arguments: Sequence[str], console: Console) -> int:
+    return run_training(WarmStartConfig, WarmStartTrainer, arguments, console, "warmstart")
+
+
+def run_training(
+    config_class: type[SelfDistillConfig],
+    trainer_class: type[SelfDistillTrainer],
+    arguments: Sequence[str],
+    console: Console,
+    command: str,
+) -> int:
+    if wants_help(arguments):
+        print_help(config_class, console, command, everything="--help-all" in arguments)
+        return 0
+    parser = Parser()
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--overwrite", action="store_true")
+    parser.add_argument("--preflight", choices=["run", "only", "skip"], default="run")
+    parser.add_argument("--allow_changes", "--allow-changes", nargs="+", type=option_names, default=[], metavar="NAME")
+    options, rest = parser.parse_known_args(list(arguments))
+    allowed = list(chain.from_iterable(options.allow_changes))
+    if options.resume and options.overwrite:
+        raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
+    config = config_of(config_class, rest)
+    quiet_libraries()
+    folder = Path(config.run_dir)
+    if (folder / "plan.json").is_file():
+        raise ValueError(f"{folder} holds a suite, which a run cannot share; name another --output_dir")
+    wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
+    if wanted is None:
+        refuse_another_run(folder, config)
+    console.print(
+        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
+    )
+    trainer = trainer_class(args=config)
+    checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
+    if options.preflight != "skip":
+        check_before_training(trainer, console, notes=options.preflight == "only")
+        if options.preflight == "only":
+            return 0
+    if options.overwrite and trainer.is_world_process_zero():  # the new settings are known to be usable
+        remove_run(folder)
+    report = ConsoleReport(trainer, console)
+    trainer.add_callback(report)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
+    finally:
+        report.stop()
+    if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
+        step = trainer.state.global_step
+        resume = f"firedistill {command} {folder}"
+        console.print(f"stopped by {trainer.stop.name} after step {step}; resume with: {resume}", soft_wrap=True)
+        return 128 + trainer.stop.signal
+    print_summary(trainer, folder, console)
+    return 0
+
+
+def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: bool) -> None:
+    """Print the findings of the preflight, notes only on request.
+
+    Raises:
+        ValueError: there are errors.
+    """
+    findings = preflight(trainer.setup)
+    if trainer.is_world_process_zero():
+        for finding in findings:
+            if notes or finding.level != "note":
+                console.print(visible(str(finding)), soft_wrap=True)
+    if errors := [finding.text for finding in findings if finding.level == "error"]:
+        count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
+        raise ValueError(f"{count} to fix before training: {'; '.join(errors)} (--preflight skip trains nevertheless)")
+
+
+def remove_run(folder: Path) -> None:
+    """Empty a run directory.
+
+    Raises:
+        ValueError: it is, or holds, the working directory or the home directory.
+    """
+    if not (folder / "metrics.jsonl").exists():
+        return
+    if any(folder.resolve() in (place, *place.parents) for place in (Path.cwd(), Path.home())):
+        raise ValueError(f"{folder} holds more than a run and is not removed; name a folder of its own by --output_dir")
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -> None:
+    """Accuracy before and after, of the whole run, resumed or not; and where its files are."""
+    evaluations, metrics = read_jsonl(folder / "evals.jsonl"), read_jsonl(folder / "metrics.jsonl")
+    if len(evaluations) > 1:
+        console.print(before_and_after(evaluations))
+    if trend := correct_rate_trend(metrics):
+        console.print(trend)
+    picture = plot_runs([folder], folder / "curves.png")
+    if skipped := trainer.counters["skipped_updates"]:
+        console.print(
+            f"{skipped} of {trainer.args.max_steps} steps had nothing to train on or no finite gradient and were skipped"
+        )
+    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", soft_wrap=True)
+
+
+def print_help(config_class: type[SelfDistillConfig], console: Console, command: str, everything: bool) -> None:
+    """The options by group; inherited ones on request."""
+    out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]"]
+    out += ["    [--preflight only | skip]", "", "RECIPE is a YAML file, a run directory, or one of:"]
+    names = ", ".join(built_in_recipes())
+    out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    out += textwrap.wrap(
+        "A run directory with a checkpoint of the same settings is resumed. --resume requires that, --resume_from_checkpoint DIR "
+        "names the checkpoint, and --allow_changes names settings that may differ from then on. --overwrite replaces an existing "
+        "run. Data, verifier, prompts, tokenizer, disk and memory are checked before the first step: --preflight only does nothing "
+        "else, --preflight skip trains without the checks.",
+        100,
+    )
+    ours: set[str] = set()
+    for group, options in option_groups(config_class).items():
+        out += ["", f"{group}:"]
+        for option in options:
+            ours.add(option.name)
+            out += [f"  --{option.name} ({default_of(option)})"]
+            out += textwrap.wrap(option.metadata["help"], 100, initial_indent="      ", subsequent_indent="      ")
+    out += ["", "Methods, with the settings that --method_settings.NAME VALUE changes:"]
+    for name, method in registered_objectives().items():
+        summary = next((line for line in (method.__doc__ or "").splitlines() if line.strip()), "")
+        out += [f"  {name}: {summary}"]
+        out += [f"      {f.name} ({f.default}): {f.metadata.get('help', '')}" for f in fields(method)]
+    inherited = [f.name for f in fields(config_class) if f.init and f.name not in ours]
+    out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
+    if everything:
+        out += textwrap.wrap(", ".join(inherited), 100, initial_indent="  ", subsequent_indent="  ")
+    console.print("\n".join(out))
