@@ -339,9 +339,9 @@ def test_every_built_in_recipe_is_valid(name):
         (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
         (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
         (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),
-        (["inspect", "RECIPE", "--example"], "--example needs a value"),
-        (["inspect", "RECIPE", "--example", "first"], "--example is 'first'; expected a whole number"),
-        (["inspect", "RECIPE", "--example=-1"], "--example is '-1'; expected a whole number"),
+        (["inspect", "RECIPE", "--example"], "--example: expected one argument"),
+        (["inspect", "RECIPE", "--example", "first"], "--example: expected a whole number from 0 on, got 'first'"),
+        (["inspect", "RECIPE", "--example=-1"], "--example: expected a whole number from 0 on, got '-1'"),
         (["report", "FOLDER"], "FOLDER is not a run directory"),
         (["report", "FOLDER/none"], "none is not a run directory"),
     ],
@@ -371,7 +371,7 @@ def test_a_missing_package_is_a_mistake_too(firedistill, monkeypatch):
     def train(arguments, console):
         raise ImportError("tasks named gym:<dataset> need reasoning-gym: pip install firedistill[gym]")
 
-    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    monkeypatch.setattr(cli, "load_command", lambda name: train)
     told = firedistill("train")
     assert told.status == 2 and "pip install firedistill[gym]" in told.err
     monkeypatch.setenv("FIREDISTILL_TRACEBACK", "1")
@@ -383,7 +383,7 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch):
     def train(arguments, console):
         raise RuntimeError("a bug")
 
-    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    monkeypatch.setattr(cli, "load_command", lambda name: train)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["train"])
 
@@ -392,7 +392,7 @@ def test_control_c(firedistill, monkeypatch):
     def train(arguments, console):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "train", (train, ""))
+    monkeypatch.setattr(cli, "load_command", lambda name: train)
     told = firedistill("train")
     assert told.status == 130 and "--resume" in told.err
 

@@ -299,8 +299,9 @@ def stop_at_the_model(monkeypatch):
             raise Loads(options)
 
     look_up = firedistill.benchmarks.load_benchmark
-    monkeypatch.setattr("firedistill.trainer.SelfDistillTrainer", trainer)
-    monkeypatch.setattr("firedistill.warmstart.WarmStartTrainer", trainer)
+    monkeypatch.setattr("firedistill.cli.train.SelfDistillTrainer", trainer)
+    monkeypatch.setattr("firedistill.cli.train.WarmStartTrainer", trainer)
+    monkeypatch.setattr("firedistill.cli.inspect.load_setup", trainer)
     monkeypatch.setattr("firedistill.benchmarks.load_benchmark", lambda name: look_up(name) and Benchmark)
 
 
