@@ -18,7 +18,7 @@ from rich.console import Console
 
 from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
 from firedistill.cli import main as cli
-from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend, visible
+from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
 from firedistill.cli.inspect import inspect_example, print_inspection
 from firedistill.coerce import coerce, describe
 from firedistill.objectives import load_objective
@@ -27,6 +27,7 @@ from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollouts.engine import Response
 from firedistill.run.log import read_jsonl
+from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
 

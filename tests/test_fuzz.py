@@ -23,11 +23,12 @@ from firedistill import Example, FeedbackField, SelfDistillConfig, load_task
 from firedistill.models.states import score_responses
 from firedistill.prompts import PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
 from firedistill.recipes import OptionError, build_config
+from firedistill.rollout import Response, Rollout
 from firedistill.run.checkpoints import CheckpointError, check, load_state, save_state
 from firedistill.run.log import json_line
 from firedistill.tasks.feedback import structured_feedback
 from firedistill.tasks.guard import GuardedTask
-from firedistill.teacher.prefix_cache import ViewScorer
+from firedistill.teacher import Teacher
 from tiny import SPECIAL, byte_tokenizer, random_model
 
 CORPUS = json.loads((Path(__file__).parent / "corpus.json").read_text(encoding="utf-8"))
@@ -119,7 +120,19 @@ def test_the_fair_share_is_fair(sizes, budget):
         assert sum(min(size, share) for size in sizes) <= budget < sum(min(size, share + 1) for size in sizes)
 
 
-# ---- The prefix tree -------------------------------------------------------------------------------------------------------
+# ---- Shared prefixes -------------------------------------------------------------------------------------------------------
+
+
+class PrescribedPrompts(Teacher):
+    """A teacher whose prompts are given."""
+
+    def __init__(self, model, prescribed):
+        super().__init__(model, task=None, encoder=None, share_prefixes=True)
+        self.prescribed = prescribed
+
+    def prompt_ids(self, rollout, view):
+        return self.prescribed[rollout, view]
+
 
 IDS = st.lists(st.integers(3, 258), min_size=1, max_size=10)
 
@@ -131,17 +144,17 @@ IDS = st.lists(st.integers(3, 258), min_size=1, max_size=10)
     responses=st.lists(IDS, min_size=3, max_size=3),
     twice=st.booleans(),
 )
-def test_views_through_the_prefix_tree_equal_views_on_their_own(shared, rests, responses, twice):
-    """Whatever the views have in common, in whatever order they are asked for."""
+def test_views_with_shared_prefixes_equal_views_scored_alone(shared, rests, responses, twice):
+    """Whatever prefixes the views share, in whatever order they are scored."""
     count = min(len(views) for views in rests)
     prompts = [[shared + views[v] for views in rests] for v in range(count)]
-    scorer = ViewScorer(model(), share_prefixes=True)
-    keys, responses = list(range(len(rests))), responses[: len(rests)]
-    found = (
-        scorer.score(keys, prompts[:1], responses) + scorer.score(keys, prompts[1:], responses)
-        if twice and count > 1
-        else scorer.score(keys, prompts, responses)
-    )
+    responses = responses[: len(rests)]
+    rollouts = [Rollout(Example("x", "", ""), [], Response(ids, "", True), Verdict(False, None, "")) for ids in responses]
+    teacher = PrescribedPrompts(model(), {(r, v): prompts[v][i] for i, r in enumerate(rollouts) for v in range(count)})
+    if twice and count > 1:
+        found = teacher.states(rollouts, [0]) + teacher.states(rollouts, range(1, count))
+    else:
+        found = teacher.states(rollouts, range(count))
     for view, states in zip(prompts, found, strict=True):
         with torch.no_grad():
             expected = score_responses(model(), view, responses)

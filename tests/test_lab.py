@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from firedistill import load_task
-from firedistill.evaluation import answer_examples, summarise
+from firedistill.evaluation import answer_examples, summarize
 from firedistill.models.loading import LAB_FOLDER, load_model_and_tokenizer
 from firedistill.prompts import PromptEncoder, TokenBudget, teacher_messages
-from firedistill.rollouts.engine import Sampling
+from firedistill.rollout import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
 
 SCRIPTS = Path(__file__).parent.parent / "tools" / "lab"
@@ -97,9 +97,9 @@ def test_digits_are_single_and_the_template_opens_the_answer(lab):
 
 
 def test_it_solves_about_half(lab, sampled):
-    greedy = summarise(answers(lab, TASK.examples("eval", 48), GREEDY))
+    greedy = summarize(answers(lab, TASK.examples("eval", 48), GREEDY))
     assert 0.5 <= greedy["accuracy"] <= 0.8 and greedy["well_formed_rate"] >= 0.95
-    assert 0.35 <= summarise(sampled)["accuracy"] <= 0.65 and summarise(sampled)["well_formed_rate"] >= 0.75
+    assert 0.35 <= summarize(sampled)["accuracy"] <= 0.65 and summarize(sampled)["well_formed_rate"] >= 0.75
 
 
 @pytest.mark.parametrize("view, least, most", [("full", 0.9, 1.0), (0, 0.0, 0.75)])

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from firedistill import Example, FeedbackField, Verdict
-from firedistill.evaluation import answer_examples, summarise
+from firedistill.evaluation import answer_examples, summarize
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.report.curves import plot_runs
 from firedistill.report.read import running_mean
-from firedistill.rollouts.engine import Response, Rollout, Sampling
+from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.run.log import RunLog, json_line, read_jsonl, rollout_row
 from tiny import ToyTask, byte_tokenizer
 
@@ -148,7 +148,7 @@ def test_a_custom_verifier_may_submit_numbers(tmp_path):
 
 def test_the_summary_of_an_evaluation():
     rollouts = [rollout("abcd", "4", category="number theory"), rollout("ab", "5", category="number theory"), rollout("ab")]
-    summary = summarise(rollouts)
+    summary = summarize(rollouts)
     assert summary["accuracy"] == summary["lenient_accuracy"] == pytest.approx(1 / 3)
     assert summary["well_formed_rate"] == pytest.approx(2 / 3) and summary["n"] == 3
     assert summary["stderr"] == pytest.approx(math.sqrt(2 / 27)) and summary["truncated_rate"] == 0
@@ -156,7 +156,7 @@ def test_the_summary_of_an_evaluation():
 
 
 def test_the_summary_of_nothing_has_the_same_columns():
-    empty, full = summarise([]), summarise([rollout()])
+    empty, full = summarize([]), summarize([rollout()])
     assert empty.keys() == full.keys() and empty["n"] == 0
     assert all(math.isnan(value) for name, value in empty.items() if name != "n")
 

@@ -14,16 +14,17 @@ It answers three questions:
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from firedistill import load_task
-from firedistill.evaluation import answer_examples, summarise
+from firedistill.evaluation import answer_examples, summarize
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.states import score_responses
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import PromptEncoder, TokenBudget, View, teacher_messages
-from firedistill.rollouts.engine import Rollout, Sampling
+from firedistill.rollout import Rollout, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=64)
@@ -51,14 +52,14 @@ def main() -> None:
         print(f"{name}, {len(examples)} held-out problems")
         for label, sampling in SAMPLINGS.items():
             rollouts, _ = answer_examples(engine, task, encoder, examples, sampling, budget, seed=1)
-            summary = summarise(rollouts)
+            summary = summarize(rollouts)
             print(
                 f"  {label}: {summary['accuracy']:.1%} right (± {summary['stderr']:.1%}), "
                 f"{summary['well_formed_rate']:.1%} well-formed, {summary['response_length']:.1f} tokens"
             )
-        wrong = [rollout for rollout in rollouts if not rollout.verdict.correct]
-        for rollout in wrong:
-            rollout.feedback = task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+        wrong = [
+            replace(r, feedback=task.feedback(r.example, r.response.text, r.verdict)) for r in rollouts if not r.verdict.correct
+        ]
         for rollout in rollouts[: settings.show]:
             print(f"{rollout.example.question}\n{rollout.response.text}\n(gold: {rollout.example.solution!r})\n")
 
