@@ -19,7 +19,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from firedistill import Example, FeedbackField, SelfDistillConfig, load_task
+from firedistill import Example, FeedbackField, SelfDistillConfig, Verdict, load_task
 from firedistill.models.states import score_responses
 from firedistill.prompts import PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
 from firedistill.recipes import OptionError, build_config
