@@ -132,7 +132,7 @@ def test_without_mistakes_an_attempt_is_the_gold_solution(experiment):
 def test_traps_name_templates_that_exist(experiment):
     from firedistill.tasks.arithmetic import TEMPLATES
 
-    known = {template.__name__: steps for steps, templates in TEMPLATES.items() for template in templates}
+    known = {template.name: steps for steps, templates in TEMPLATES.items() for template in templates}
     mistakes = experiment("mistakes")
     for name, trap in mistakes.TRAPS.items():
         assert known[name] > (trap == mistakes.FORGETS_LAST_STEP)  # something is left when the last step is forgotten
