@@ -1,4 +1,4 @@
-"""The built-in word problems: reproducible, disjoint, right, and readable."""
+"""The built-in word problems: reproducible, disjoint, correct, and readable."""
 
 import hashlib
 import random
@@ -107,8 +107,7 @@ def test_working_leads_to_the_answer():
 
 
 def test_working_starts_from_the_text():
-    """Every number of the working stands in the question or is the result of an earlier step, and none of the question's
-    numbers is left unused."""
+    """Every number of the working is in the question or the result of an earlier step, and every number of the question is used."""
     for problem in problems(30):
         known = Counter(re.findall(r"\d+", problem.question))
         unused = set(known)
@@ -146,7 +145,7 @@ def test_steps_follow_the_level():
     assert step_counts("mixed") == {1, 2, 3}
 
 
-def test_templates_write_the_steps_they_promise():
+def test_the_working_has_the_steps_of_its_level():
     steps = {template.name: count for count, templates in TEMPLATES.items() for template in templates}
     for problem in problems(50):
         assert len(problem.working) == steps[problem.template], problem
@@ -165,17 +164,17 @@ def test_variety():
 
 def test_text_is_clean_english():
     for problem in problems(60):
-        question, told = problem.question, f"{problem.template}: {problem.question}"
-        assert not re.search(r"[{}<>_]|None|Scene|Thing|Person", question), told
-        assert "  " not in question and question == question.strip(), told
-        assert re.fullmatch(r"[A-Z0-9].*\?", question), told
+        question, message = problem.question, f"{problem.template}: {problem.question}"
+        assert not re.search(r"[{}<>_]|None|Scene|Thing|Person", question), message
+        assert "  " not in question and question == question.strip(), message
+        assert re.fullmatch(r"[A-Z0-9].*\?", question), message
         for number, word in COUNTED.findall(question):
-            assert word in (SINGULAR if number == "1" else PLURAL), told
-        assert not re.search(r"(?<![\d$])1 (get|lie|are|were)\b", question), told
-        assert not re.search(r"\ba [aeiou]", question), told
-        assert not re.search(r"\b(\w+) \1\b", question), told
-        assert not re.search(r"[.?!][A-Za-z]", question), told
-        assert re.search(r"(How many|In how many) ", question), told
+            assert word in (SINGULAR if number == "1" else PLURAL), message
+        assert not re.search(r"(?<![\d$])1 (get|lie|are|were)\b", question), message
+        assert not re.search(r"\ba [aeiou]", question), message
+        assert not re.search(r"\b(\w+) \1\b", question), message
+        assert not re.search(r"[.?!][A-Za-z]", question), message
+        assert re.search(r"(How many|In how many) ", question), message
 
 
 def test_people_keep_their_pronoun():

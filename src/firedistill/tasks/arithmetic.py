@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 import yaml
 
-from firedistill.tasks.answers import numeric_gold
+from firedistill.tasks.answers.numbers import numeric_gold
 from firedistill.tasks.numeric import NumericTask
 from firedistill.tasks.sources import optional_text, text_field
 from firedistill.tasks.types import Example
@@ -118,7 +118,7 @@ class Person:
     they: str  # she, he
 
     @property
-    def They(self) -> str:  # noqa: N802 (the capital is what the name says)
+    def They(self) -> str:
         return self.they.capitalize()
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class Scene(dict[str, Any]):
         return f"{self[number]} {thing.one if self[number] == 1 else thing.many}"
 
     def compute(self, expression: str) -> int:
-        """The value of `had + got * ratio`: names and operators between blanks, computed from left to right."""
+        """The value of `had + got * ratio`, computed from left to right."""
         first, *rest = expression.split(" ")
         value = self[first]
         for sign, name in zip(rest[::2], rest[1::2], strict=True):
@@ -185,7 +185,7 @@ class Template:
 
 
 def draw_values(kind: Any, count: int, scene: Scene, ranges: Mapping[str, tuple[int, int]], rng: random.Random) -> list[Any]:
-    """`count` values of a kind. Only this function uses the random generator."""
+    """`count` values of a kind, as arithmetic.yaml explains kinds."""
     if isinstance(kind, dict):
         return [kind.get(str(scene[kind["of"]]), kind["else"])]
     if isinstance(kind, list):
@@ -211,7 +211,14 @@ def divide(a: int, b: int) -> int:
     return a // b
 
 
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": divide, "%": operator.mod, "min": min}
+OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": divide,
+    "%": operator.mod,
+    "min": min,
+}
 
 _data = yaml.safe_load(resources.files(__package__).joinpath("arithmetic.yaml").read_text(encoding="utf-8"))
 RANGES: dict[str, dict[str, tuple[int, int]]] = _data["ranges"]
