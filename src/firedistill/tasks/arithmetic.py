@@ -24,7 +24,7 @@ LEVELS: dict[str, tuple[tuple[int, str], ...]] = {
     "hard": ((2, "large"), (3, "large")),
     "mixed": ((1, "small"), (1, "small"), (1, "large"), (2, "small"), (2, "large"), (3, "small"), (3, "large")),
 }
-DEFAULT_SIZE = {"train": 8000, "eval": 1000}  # examples when the caller gives no number; there is no upper limit
+DEFAULT_SIZE = {"train": 8000, "eval": 1000}  # examples, if the caller gives no number
 
 
 class Arithmetic(NumericTask):

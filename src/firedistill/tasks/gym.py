@@ -19,7 +19,7 @@ from firedistill.tasks.sources import DataError, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
 
-DEFAULT_COUNT = 1000  # examples when the caller gives no number; there is no upper limit
+DEFAULT_COUNT = 1000  # examples, if the caller gives no number
 SEEDS_PER_SPLIT = 2**30
 FIRST_SEED = {"train": 0, "eval": SEEDS_PER_SPLIT}
 MAX_COUNT = SEEDS_PER_SPLIT // 2
