@@ -1,4 +1,4 @@
-"""Reading answers: every rule on cases made to break it, and the golds of the real datasets where they are at hand."""
+"""Reading answers: adversarial cases for every rule, and the golds of the real datasets if they are available."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from firedistill.tasks import answers
-from firedistill.tasks.answers import (
-    Answer,
-    choice_answer,
+from firedistill.tasks.answers import choices, numbers
+from firedistill.tasks.answers.choices import choice_answer, lenient_choice_correct
+from firedistill.tasks.answers.numbers import (
     count_numbers,
     find_numbers,
-    lenient_choice_correct,
     lenient_numeric_correct,
     numeric_answer,
-    numeric_correct,
     numeric_equal,
     numeric_gold,
     parse_number,
     read_numeric,
 )
+from firedistill.tasks.answers.text import Answer
 
 LABELS = "ABCDEFGHIJ"
 OPTIONS = [
@@ -43,6 +41,10 @@ OPTIONS = [
     "x or y",
 ]
 HUGE = 1_000_000
+
+
+def numeric_correct(response, gold):
+    return numeric_equal(read_numeric(response, gold).value, gold)
 
 
 # One number
@@ -169,8 +171,8 @@ def test_no_single_number(text):
 
 
 def test_examples_of_the_documentation():
-    failed, run = doctest.testmod(answers)
-    assert failed == 0 and run >= 10
+    results = [doctest.testmod(module) for module in (choices, numbers)]
+    assert sum(r.failed for r in results) == 0 and sum(r.attempted for r in results) >= 10
 
 
 # Which part of a response is the answer
@@ -223,7 +225,7 @@ def test_which_part_of_a_response(response, value, well_formed):
         assert numeric_correct(response, value)
 
 
-def test_a_heading_is_reported_but_is_no_answer():
+def test_a_heading_is_reported_but_is_not_an_answer():
     assert read_numeric("The sum is 2.\n#### Step 2: add", "2") == Answer("step 2: add", False)
 
 
@@ -235,7 +237,7 @@ def test_last_number_of_a_very_long_line():
 
 # Golds of several values, and of text
 
-IN_VIEW_OF_GOLD = [
+BY_GOLD = [
     ("2; 6", "2; 6", True),
     ("2; 6", "2, 6", True),
     ("2; 6", "2,6", True),
@@ -295,8 +297,8 @@ IN_VIEW_OF_GOLD = [
 ]
 
 
-@pytest.mark.parametrize(("gold", "content", "right"), IN_VIEW_OF_GOLD, ids=lambda value: f"{value!a}")
-def test_in_view_of_the_gold(gold, content, right):
+@pytest.mark.parametrize(("gold", "content", "right"), BY_GOLD, ids=lambda value: f"{value!a}")
+def test_reading_by_gold(gold, content, right):
     gold = numeric_gold(gold)
     response = f"Work 5.\n#### {content}"
     assert numeric_correct(response, gold) is right
@@ -312,7 +314,7 @@ def test_several_values_submitted_for_one_are_reported():
     assert read_numeric("#### 2", "2; 6") == Answer("2", False)
 
 
-def test_without_marker_in_view_of_the_gold():
+def test_reading_without_marker_by_gold():
     assert read_numeric("They are 2 and 6.", "2; 6") == Answer("2; 6", False)
     assert read_numeric("11:30", "11:30") == Answer("11:30", False)
     assert read_numeric("", "11:30") == Answer(None, False)
@@ -539,9 +541,9 @@ PIECES = st.lists(
 def read_in_every_way(text, gold):
     answer = numeric_answer(text)
     assert answer.value is None or answer.value != ""
-    in_view = read_numeric(text, gold)
+    by_gold = read_numeric(text, gold)
     correct = numeric_correct(text, gold)
-    assert correct is numeric_equal(in_view.value, gold)
+    assert correct is numeric_equal(by_gold.value, gold)
     assert lenient_numeric_correct(text, gold) or not correct
     numeric_gold(text)
     number = parse_number(text)
@@ -618,7 +620,7 @@ def test_odd_inputs(text):
     assert not numeric_equal(text if isinstance(text, str) else None, "42")
 
 
-# A quadratic reading of these would not end. No time is asserted: a shared machine is slow now and then.
+# Quadratic time would not finish on these. No time limit is asserted, because a shared machine may be slow.
 LONG_UNITS = [
     "1", "1,", "1,234", ",234", "1.", ".", "1/", "/", "-", "+", "1-", "1 ", " ", "\n", "\t", "#", "####", "#### ",
     "#### 1", "####\n",

@@ -1,5 +1,6 @@
-"""The built-in word problems: reproducible, disjoint, right, and readable."""
+"""The built-in word problems: reproducible, disjoint, correct, and readable."""
 
+import hashlib
 import random
 import re
 from collections import Counter
@@ -7,27 +8,10 @@ from collections import Counter
 import pytest
 
 from firedistill.tasks import load_task
-from firedistill.tasks.arithmetic import (
-    ANIMALS,
-    BELONGINGS,
-    CONTAINERS,
-    FOODS,
-    FURNITURE,
-    GOODS,
-    HANDIWORK,
-    LEVELS,
-    PAGE,
-    PEOPLE,
-    PLANTS,
-    TEMPLATES,
-    VEHICLES,
-    Arithmetic,
-    Scene,
-    draw_problem,
-    split_of,
-)
+from firedistill.tasks.arithmetic import LEVELS, NOUNS, TEMPLATES, Arithmetic, Thing, draw_problem, split_of
 
-CATALOGUE = [*BELONGINGS, *FOODS, *GOODS, *CONTAINERS, *FURNITURE, *ANIMALS, *PLANTS, *VEHICLES, *HANDIWORK, PAGE]
+PEOPLE = NOUNS["people"]
+CATALOGUE = [noun for nouns in NOUNS.values() for noun in nouns if isinstance(noun, Thing)] + [Thing("page", "pages")]
 SINGULAR, PLURAL = {thing.one for thing in CATALOGUE}, {thing.many for thing in CATALOGUE}
 COUNTED = re.compile(rf"(?<![\d$])(\d+) ({'|'.join(sorted(SINGULAR | PLURAL, key=len, reverse=True))})\b")
 ALL_TEMPLATES = [template for templates in TEMPLATES.values() for template in templates]
@@ -51,13 +35,12 @@ def compute(expression: str) -> int:
     return value
 
 
-def tellings(count: int):
-    """Every template, told `count` times in both sizes: (name, question, scene)."""
+def problems(count: int):
+    """`count` problems of every template in both sizes."""
     for template in ALL_TEMPLATES:
         for size in ("small", "large"):
             for seed in range(count):
-                scene = Scene(random.Random(seed), size)
-                yield template.__name__, template(scene), scene
+                yield template.make_problem(random.Random(seed), size)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -77,6 +60,10 @@ def test_problems_are_the_same_everywhere():
         "Tom makes 4 photos. Chen makes 1 fewer than Tom. How many photos do Tom and Chen make together?"
     )
     assert (example.answer, example.solution) == ("7", "4 - 1 = 3\n4 + 3 = 7\n#### 7")
+    rng = random.Random(0)
+    drawn = [draw_problem(rng, level) for level in LEVELS for _ in range(1000)]
+    text = "\n".join(f"{p.template}: {p.question} {'; '.join(p.working)}; {p.answer}" for p in drawn)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == "83c3481a2a095718", "the embedded model was trained on this text"
 
 
 def test_splits_are_disjoint():
@@ -120,18 +107,17 @@ def test_working_leads_to_the_answer():
 
 
 def test_working_starts_from_the_text():
-    """Every number of the working stands in the question or is the result of an earlier step, and none of the question's
-    numbers is left unused."""
-    for name, question, scene in tellings(30):
-        known = Counter(re.findall(r"\d+", question))
+    """Every number of the working is in the question or the result of an earlier step, and every number of the question is used."""
+    for problem in problems(30):
+        known = Counter(re.findall(r"\d+", problem.question))
         unused = set(known)
-        for step in scene.working:
+        for step in problem.working:
             expression, result = step.split(" = ")
             used = re.findall(r"\d+", expression)
-            assert set(used) <= set(known), (name, question, scene.working)
+            assert set(used) <= set(known), problem
             unused -= set(used)
             known[result] += 1
-        assert not unused, (name, question, scene.working)
+        assert not unused, problem
 
 
 def test_gold_solutions_verify():
@@ -159,18 +145,14 @@ def test_steps_follow_the_level():
     assert step_counts("mixed") == {1, 2, 3}
 
 
-def test_templates_write_the_steps_they_promise():
-    for count, templates in TEMPLATES.items():
-        for template in templates:
-            for size in ("small", "large"):
-                for seed in range(50):
-                    scene = Scene(random.Random(seed), size)
-                    template(scene)
-                    assert len(scene.working) == count, template.__name__
+def test_the_working_has_the_steps_of_its_level():
+    steps = {template.name: count for count, templates in TEMPLATES.items() for template in templates}
+    for problem in problems(50):
+        assert len(problem.working) == steps[problem.template], problem
 
 
 def test_variety():
-    assert len({template.__name__ for template in ALL_TEMPLATES}) == len(ALL_TEMPLATES) >= 40
+    assert len({template.name for template in ALL_TEMPLATES}) == len(ALL_TEMPLATES) >= 40
     rng = random.Random(0)
     drawn = Counter(draw_problem(rng).template for _ in range(4000))
     assert len(drawn) == len(ALL_TEMPLATES)
@@ -181,26 +163,27 @@ def test_variety():
 
 
 def test_text_is_clean_english():
-    for name, question, _ in tellings(60):
-        told = f"{name}: {question}"
-        assert not re.search(r"[{}<>_]|None|Scene|Thing|Person", question), told
-        assert "  " not in question and question == question.strip(), told
-        assert re.fullmatch(r"[A-Z0-9].*\?", question), told
+    for problem in problems(60):
+        question, message = problem.question, f"{problem.template}: {problem.question}"
+        assert not re.search(r"[{}<>_]|None|Scene|Thing|Person", question), message
+        assert "  " not in question and question == question.strip(), message
+        assert re.fullmatch(r"[A-Z0-9].*\?", question), message
         for number, word in COUNTED.findall(question):
-            assert word in (SINGULAR if number == "1" else PLURAL), told
-        assert not re.search(r"(?<![\d$])1 (get|lie|are|were)\b", question), told
-        assert not re.search(r"\ba [aeiou]", question), told
-        assert not re.search(r"\b(\w+) \1\b", question), told
-        assert not re.search(r"[.?!][A-Za-z]", question), told
-        assert re.search(r"(How many|In how many) ", question), told
+            assert word in (SINGULAR if number == "1" else PLURAL), message
+        assert not re.search(r"(?<![\d$])1 (get|lie|are|were)\b", question), message
+        assert not re.search(r"\ba [aeiou]", question), message
+        assert not re.search(r"\b(\w+) \1\b", question), message
+        assert not re.search(r"[.?!][A-Za-z]", question), message
+        assert re.search(r"(How many|In how many) ", question), message
 
 
 def test_people_keep_their_pronoun():
     pronoun = {person.name: person.they for person in PEOPLE}
-    for name, question, _ in tellings(40):
+    for problem in problems(40):
+        question = problem.question
         names = {word for word in re.findall(r"[A-Z][a-z]+", question) if word in pronoun}
         for they in re.findall(r"\b(she|he)\b", question, re.IGNORECASE):
-            assert they.lower() in {pronoun[n] for n in names}, f"{name}: {question}"
+            assert they.lower() in {pronoun[n] for n in names}, problem
 
 
 def test_rows_from_elsewhere():

@@ -172,7 +172,7 @@ def test_any_response_costs_linear_time(piece):
     assert sum(len(field.text) for field in fields) < 3000
 
 
-def test_a_task_of_ones_own_needs_no_labels_and_no_marker():
+def test_a_user_defined_task_needs_no_labels_and_no_marker():
     from firedistill import tasks
 
     class Own(tasks.Task):

@@ -132,7 +132,7 @@ def test_without_mistakes_an_attempt_is_the_gold_solution(script):
 def test_traps_name_templates_that_exist(script):
     from firedistill.tasks.arithmetic import TEMPLATES
 
-    known = {template.__name__: steps for steps, templates in TEMPLATES.items() for template in templates}
+    known = {template.name: steps for steps, templates in TEMPLATES.items() for template in templates}
     mistakes = script("mistakes")
     for name, trap in mistakes.TRAPS.items():
         assert known[name] > (trap == mistakes.FORGETS_LAST_STEP)  # something remains without the last step

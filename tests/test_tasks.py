@@ -1,4 +1,4 @@
-"""Tasks: prompts, golds, splits, uids, errors; on rows written here, and on the real data where it is at hand."""
+"""Tasks: prompts, golds, splits, uids and errors, on rows written here and on the real data if it is available."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_verdicts(name):
     assert len(task.feedback(example, "", empty)) == 4
 
 
-def test_arc_letters_stay_as_they_are():
+def test_arc_letters_are_kept():
     row = {**ROWS["arc_challenge"], "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
     assert load_task("arc_challenge").example(row, uid="u").answer == "A"
 
@@ -216,7 +216,7 @@ def test_asdiv_formulas(formula, working):
     assert load_task("asdiv").example({**ROWS["asdiv"], "formula": formula}, uid="u").solution == f"{working}\n#### 9"
 
 
-def test_asdiv_leaves_out_rows_without_a_number(tmp_path):
+def test_asdiv_drops_rows_without_a_number(tmp_path):
     rows = [{**ROWS["asdiv"], "body": f"Story {k}."} for k in range(10)] + [{**ROWS["asdiv"], "answer": "Mrs. Hilt"}]
     write_json_lines(tmp_path / "validation.jsonl", rows)
     both = [load_task("asdiv").examples(split, data_dir=tmp_path) for split in ("train", "eval")]
@@ -263,7 +263,7 @@ def test_seeds_and_counts(tmp_path):
         load(n=-1)
 
 
-def test_a_divided_split_is_disjoint_whole_and_independent_of_seed_and_order(tmp_path):
+def test_a_divided_split_is_disjoint_complete_and_independent_of_seed_and_order(tmp_path):
     rows = [{**ROWS["asdiv"], "body": f"Story {k // 2}."} for k in range(100)]  # every problem twice
     write_json_lines(tmp_path / "a" / "validation.jsonl", rows)
     write_json_lines(tmp_path / "b" / "validation.jsonl", rows[::-1])
@@ -379,15 +379,15 @@ def test_malformed_lines(tmp_path, line, part):
 
 
 @pytest.mark.parametrize("name", ["train.jsonl.gz", "train.parquet"])
-def test_a_file_that_is_not_what_its_name_says(tmp_path, name):
+def test_a_file_with_the_wrong_suffix(tmp_path, name):
     (tmp_path / name).write_bytes(b"plain text, long enough to be read")
-    assert name in failure("gsm8k", tmp_path) and "fetch it again" in failure("gsm8k", tmp_path)
+    assert name in failure("gsm8k", tmp_path) and "download or write it again" in failure("gsm8k", tmp_path)
 
 
 def test_a_truncated_file(tmp_path):
     path = write_json_lines(tmp_path / "train.jsonl.gz", word_problems(100))
     path.write_bytes(path.read_bytes()[:-20])
-    assert "fetch it again" in failure("gsm8k", tmp_path)
+    assert "download or write it again" in failure("gsm8k", tmp_path)
 
 
 def test_a_missing_split_lists_what_is_there(tmp_path):
@@ -410,7 +410,7 @@ def test_an_unreachable_hub_points_to_local_files(monkeypatch):
         assert part in str(caught.value)
 
 
-def test_what_the_hub_is_asked_for(monkeypatch):
+def test_arguments_of_the_hub_request(monkeypatch):
     calls = []
 
     def answer(identifier, **options):
@@ -480,7 +480,7 @@ number = 3
 """
 
 
-def test_a_task_of_ones_own(tmp_path, monkeypatch):
+def test_a_user_defined_task(tmp_path, monkeypatch):
     (tmp_path / "own_tasks.py").write_text(OWN_TASK)
     write_json_lines(tmp_path / "train.jsonl", [{"country": "Peru", "capital": "Lima"}, {"country": "Chad"}])
     monkeypatch.chdir(tmp_path)
@@ -498,7 +498,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
             task.examples("train")
         with pytest.raises(ValueError, match="Did you mean Capitals"):
             load_task("own_tasks:Capital")
-        with pytest.raises(ValueError, match="is no task"):
+        with pytest.raises(ValueError, match="is not a task"):
             load_task("own_tasks:number")
     finally:
         sys.modules.pop("own_tasks", None)
@@ -553,7 +553,7 @@ def test_gym_accepts_another_form_of_a_number(gym):
     assert task.verify(example, f"#### {example.answer}.0").correct
 
 
-def test_gym_evaluates_nothing_harmful_and_waits_for_nothing(gym, tmp_path, monkeypatch):
+def test_gym_evaluates_nothing_harmful_and_times_out(gym, tmp_path, monkeypatch):
     monkeypatch.setattr("firedistill.tasks.gym.SCORING_SECONDS", 1.0)
     task = gym("gym:polynomial_multiplication")
     example = task.examples("eval", n=1)[0]
@@ -567,7 +567,7 @@ def test_gym_evaluates_nothing_harmful_and_waits_for_nothing(gym, tmp_path, monk
     task._isolated_scorer.close()
 
 
-def test_a_scorer_that_raises_has_not_accepted(gym, monkeypatch):
+def test_a_scorer_that_raises_does_not_accept(gym, monkeypatch):
     task = gym("gym:spell_backward")
     example = task.examples("train", n=1)[0]
 
@@ -579,7 +579,7 @@ def test_a_scorer_that_raises_has_not_accepted(gym, monkeypatch):
     assert not task.verify(example, "#### something").correct
 
 
-def test_a_scorer_that_accepts_anything_is_not_believed(gym):
+def test_a_scorer_that_accepts_anything_is_not_trusted(gym):
     task = gym("gym:game_of_life_halting")
     for example in task.examples("train", n=4):
         other = "False" if example.answer == "True" else "True"
@@ -603,7 +603,7 @@ def test_a_missing_gym_names_the_extra(monkeypatch):
 
 SHARED = Path(os.environ.get("FIREDISTILL_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 real_data = pytest.mark.skipif(
-    not (SHARED / "data").is_dir(), reason="real datasets not at hand: set FIREDISTILL_SHARED to a folder that holds data/"
+    not (SHARED / "data").is_dir(), reason="real datasets not available: set FIREDISTILL_SHARED to a folder that contains data/"
 )
 REAL_COUNTS = {
     "gsm8k": {"train": 7473, "eval": 1319, "test": 1319},

@@ -1,4 +1,4 @@
-"""What is asked and how it is judged. `load_task` finds a task by name."""
+"""Tasks: problems, verifiers and feedback. `load_task` returns a task by name."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro,
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
 from firedistill.tasks.sources import DataError
 from firedistill.tasks.task import Task
-from firedistill.tasks.types import Example, Verdict
+from firedistill.tasks.types import Example, FeedbackField, Verdict
 
-__all__ = ["ChoiceTask", "DataError", "Example", "NumericTask", "TASKS", "Task", "Verdict", "load_task"]
+__all__ = ["ChoiceTask", "DataError", "Example", "FeedbackField", "NumericTask", "TASKS", "Task", "Verdict", "load_task"]
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaRat, ArcChallenge, WinoGrande, WiC, MMLUPro)}
-"""The tasks of the paper that are read from published datasets, by name."""
+"""The tasks of the paper, which read published datasets, by name."""
 
 
 def load_task(name: str) -> Task:
-    """A task by name.
+    """Return a task by name.
 
     Args:
         name: one of
             - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
-            - `arithmetic` or `arithmetic:<level>`: generated sums that need no download;
+            - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
-            - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask` (the current folder is searched too).
+            - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
 
     Raises:
-        ValueError: nothing has that name; lists the names and close matches.
-        ImportError: the task's module, or a package that it needs, cannot be imported.
+        ValueError: the name is unknown; lists the known names and close matches.
+        ImportError: a package that the task needs cannot be imported.
     """
     if name in TASKS:
         return TASKS[name]()
@@ -50,7 +50,7 @@ def load_task(name: str) -> Task:
 
 
 def _own_task(module_name: str, class_name: str) -> Task:
-    """The task `class_name` of a user's module; a class is called without arguments, an instance is taken as it is."""
+    """The task `class_name` of a user's module: an instance, or a class that is called without arguments."""
     module = _import(module_name)
     if not hasattr(module, class_name):
         close = difflib.get_close_matches(class_name, vars(module), n=3)
@@ -59,7 +59,7 @@ def _own_task(module_name: str, class_name: str) -> Task:
     task = getattr(module, class_name)
     task = task() if callable(task) else task
     if not all(callable(getattr(task, method, None)) for method in ("examples", "prompt", "verify", "feedback")):
-        raise ValueError(f"{module_name}:{class_name} is no task: derive it from firedistill.Task")
+        raise ValueError(f"{module_name}:{class_name} is not a task: derive it from firedistill.Task")
     return task
 
 
@@ -68,9 +68,9 @@ def _import(module_name: str):
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name not in (module_name, module_name.partition(".")[0]):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists; something that it imports does not
         missing = error
-    # The command line, unlike `python`, does not look in the current folder by itself.
+    # Unlike `python`, the command line does not search the current folder.
     sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module_name)
@@ -78,7 +78,7 @@ def _import(module_name: str):
         if error.name not in (module_name, module_name.partition(".")[0]):
             raise
         raise ValueError(
-            f"unknown task: there is no module {module_name!r} on the Python path or in {os.getcwd()}."
+            f"unknown task: found no module {module_name!r} on the Python path or in {os.getcwd()}."
             f"{_suggestion(module_name)} {_known_names()}"
         ) from missing
     finally:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from string import ascii_uppercase
 from typing import Any
 
-from firedistill.tasks.answers import choice_answer, lenient_choice_correct
+from firedistill.tasks.answers.choices import choice_answer, lenient_choice_correct
 from firedistill.tasks.sources import (
     PARQUET_EXPORT,
     DataError,
@@ -28,7 +28,7 @@ CHOICE_INSTRUCTION = (
     "only (for example `Answer: B`). Write nothing after that line."
 )
 
-# A line that does nothing but state the option, as AQuA-RAT spells it: `ANSWER:E`, `The answer is (B).`, `Correct answer - A`.
+# A line that only states the option, as AQuA-RAT spells it: `ANSWER:E`, `The answer is (B).`, `Correct answer - A`.
 _CLOSING_STATEMENT = re.compile(
     r"(?:so |hence |therefore )?,? ?(?:the )?(?:correct )?(?:answer|ans|option)(?: is)? ?[-:=.]? ?(?:option )?\(?[A-E]\)?\.?",
     re.IGNORECASE,
@@ -36,7 +36,7 @@ _CLOSING_STATEMENT = re.compile(
 
 
 class ChoiceTask(Task):
-    """A task whose answers are option letters after `Answer:`. A subclass gives `example` only; see `choice_example`."""
+    """A task whose answers are option letters after `Answer:`. A subclass defines only `example`; see `choice_example`."""
 
     type_name = "multiple_choice"
     answer_type = "choice-label"
@@ -45,7 +45,7 @@ class ChoiceTask(Task):
     format_instruction = CHOICE_INSTRUCTION
 
     def verify(self, example: Example, response: str) -> Verdict:
-        """Right when the letter read from the response is the gold letter."""
+        """Correct if the response chooses the gold letter."""
         answer = choice_answer(response, example.labels, example.options)
         return Verdict(
             correct=answer.value == example.answer,
@@ -59,12 +59,12 @@ class ChoiceTask(Task):
 def choice_example(
     uid: str, stem: str, options: Sequence[str], answer: str, *, working: str | None = None, category: str | None = None
 ) -> Example:
-    """An example with the options lettered by position: the stem, a blank line, `Choices:`, then `A. first option` and so on.
+    """An example with options lettered by position: the stem, a blank line, `Choices:`, then `A. first option` and so on.
 
     Args:
-        stem: what comes before the options.
-        answer: the letter of the right option.
-        working: gold reasoning without its closing statement, if there is any; the solution is the final-answer line alone otherwise.
+        stem: the text before the options.
+        answer: the letter of the correct option.
+        working: gold reasoning without its closing statement. Without it, the solution is only the final-answer line.
     """
     labels = tuple(ascii_uppercase[: len(options)])
     lettered = "\n".join(f"{label}. {option}" for label, option in zip(labels, options, strict=True))
@@ -103,13 +103,13 @@ class AquaRat(ChoiceTask):
 
 
 class ArcChallenge(ChoiceTask):
-    """Grade-school science questions that simple methods get wrong (Clark et al., 2018).
+    """Grade-school science questions that simple methods fail on (Clark et al., 2018).
 
     A row: {"id": "Mercury_SC_415702", "question": "George wants to warm his hands quickly by rubbing them. Which skin surface
     will produce the most heat?", "choices": {"text": ["dry palms", "wet palms", "palms covered with oil", "palms covered
     with lotion"], "label": ["A", "B", "C", "D"]}, "answerKey": "A"}
 
-    Some rows label their options 1 to 4: all options are lettered by position, and the key with them.
+    Some rows label their options 1 to 4. All options, and the key, are lettered by position.
     """
 
     name = "arc_challenge"
@@ -140,9 +140,9 @@ class WinoGrande(ChoiceTask):
     A row: {"sentence": "Sarah was a much better surgeon than Maria so _ always got the easier cases.", "option1": "Sarah",
     "option2": "Maria", "answer": "2"}
 
-    From the hub it reads `winogrande_debiased`, as the paper's authors did; set `hub_config` on the task for another. Local
-    files may be of any configuration, so a uid names a row only together with the data that were read. The published `test`
-    split has no labels and therefore no name here.
+    The hub configuration is `winogrande_debiased`, as in the paper; set `hub_config` on the task for another. Local files may be
+    of any configuration, so a uid identifies a row only together with its data. The published `test` split has no labels and is
+    not available.
     """
 
     name = "winogrande"
@@ -168,8 +168,7 @@ class WiC(ChoiceTask):
     A row: {"word": "place", "sentence1": "Do you want to come over to my place later?", "sentence2": "A political system with
     no place for the less prominent groups.", "start1": 31, "start2": 27, "end1": 36, "end2": 32, "idx": 0, "label": 0}
 
-    A is label 0 (different meaning), B is label 1 (same meaning). The published `test` split has no labels and therefore no
-    name here.
+    A is label 0 (different meaning), B is label 1 (same meaning). The published `test` split has no labels and is not available.
     """
 
     name = "wic"
@@ -198,9 +197,9 @@ class MMLUPro(ChoiceTask):
     divisions?", "options": ["cross section of muscle tissue", "longitudinal section of a shoot tip", ...], "answer": "B",
     "answer_index": 1, "cot_content": "", "category": "biology", "src": "ori_mmlu-high_school_biology"}
 
-    There is no training split: `test` is divided, and rows with the same question stay on one side. Examples come in turn, one
-    of each category, so that the first n are balanced. The published `validation` split (worked examples for prompting) may
-    be asked for by name.
+    There is no training split: `test` is divided, and rows with the same question stay together. Examples alternate between the
+    categories, so that the first n are balanced. The published `validation` split (worked examples for prompting) is available by
+    name.
     """
 
     name = "mmlu_pro"
@@ -223,10 +222,10 @@ class MMLUPro(ChoiceTask):
 
     def example(self, row: Mapping[str, Any], uid: str) -> Example:
         options = text_list_field(row, "options")
-        while options and options[-1].upper() in ("N/A", ""):  # padding to ten; elsewhere N/A may be a real option
+        while options and options[-1].upper() in ("N/A", ""):  # padding; N/A before the end may be a real option
             options.pop()
         options = _options(options, "options")
-        if optional_text(row, "answer") is not None:  # where letter and index disagree, upstream corrected the letter only
+        if optional_text(row, "answer") is not None:  # if letter and index differ, the letter is correct
             answer = _letter(row, "answer", len(options))
         else:
             answer = _letter_of_index(row, "answer_index", len(options))
@@ -257,7 +256,7 @@ def _letter_of_index(row: Mapping[str, Any], name: str, count: int) -> str:
 
 
 def _without_letter(option: str, letter: str) -> str:
-    """`A)21` as `21`. Upstream doubles the prefix of some options (`A)A)12`): both go."""
+    """`A)21` as `21`, and the doubled prefix of some published options, `A)A)12`, as `12`."""
     while option.startswith(f"{letter})"):
         option = option[2:].lstrip()
     return option

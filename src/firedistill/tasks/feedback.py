@@ -1,11 +1,10 @@
 """Structured feedback about one response, in separable fields (paper, appendix "Feedback Field Construction").
 
-The four fields answer four questions about one response: what is wrong (`verifier`), how the answer was read
-(`parser`), how the decision came about (`provenance`), and whether the response kept to the format (`format`).
-Every field is one line, `title: key=value; key=value.`, worded as in the paper's example box. Only `verifier` holds the
-gold answer.
+The four fields state what is wrong (`verifier`), how the answer was read (`parser`), how the decision was made (`provenance`), and
+whether the response keeps the format (`format`). Each field is one line, `title: key=value; key=value.`, worded as in the paper's
+example box. Only `verifier` contains the gold answer.
 
-All functions here are pure and take time linear in the length of the response. Whatever is cut says so.
+All functions are pure and take time linear in the length of the response. Truncated text ends with a mark.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
-from firedistill.tasks.answers import count_numbers, find_numbers
+from firedistill.tasks.answers.numbers import count_numbers, find_numbers
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 MAX_LINE_CHARACTERS = 160
@@ -28,15 +27,15 @@ CUT_MARK = " [cut]"
 NO_PARSE = "<no parse>"
 NO_GOLD = "<any answer that the checker accepts>"
 
-# A number, one to eight times an operator and a number, and the result if one is stated: `6 × 7 = 40`. Every quantifier is
-# bounded and possessive, and no match starts inside a number, so that a line of a million digits costs a million steps.
+# A number, one to eight pairs of an operator and a number, and the result if one is stated: `6 × 7 = 40`. Every quantifier is bounded
+# and possessive, and no match starts inside a number, so that a line of a million digits costs a million steps.
 _NUMBER = r"[-−+]?+[$£€]?+\d{1,15}+(?:,\d{3}){0,5}+(?:\.\d{1,15}+)?+%?+"
 _OPERATOR = r"\s{0,3}+(?:\\times|\\cdot|\\div|[-−+*/×·÷xX])\s{0,3}+"
 _EXPRESSION = re.compile(rf"(?<![\w.,]){_NUMBER}(?:{_OPERATOR}{_NUMBER}){{1,8}}+(?:\s{{0,3}}+=\s{{0,3}}+{_NUMBER})?+", re.ASCII)
 
 
 class Task(Protocol):
-    """What the feedback says about a task; `firedistill.Task` has all of it."""
+    """The attributes of `firedistill.Task` that the feedback uses."""
 
     name: str
     type_name: str
@@ -51,16 +50,15 @@ def structured_feedback(task: Task, example: Example, response: str, verdict: Ve
     """The paper's context c = (b_1, b_2, b_3, b_4) for one response.
 
     Args:
-        task: read for `name`, `type_name`, `answer_type`, `checker_mode`, `final_marker` and `prompt(example)`; its class does
-            not matter.
-        example: the problem that was answered.
+        task: any object with the attributes of the protocol `Task`.
+        example: the problem.
         response: the student's text; may be empty.
-        verdict: what the task's verifier said about this very response.
+        verdict: the verifier's judgement of this response.
 
     Returns:
         Four fields in native order, named `verifier`, `parser`, `provenance`, `format`.
 
-    Source: paper, appendix "Feedback Field Construction", with its illustrative box as the wording.
+    Source: paper, appendix "Feedback Field Construction"; the wording is that of its example box.
     """
     return (
         verifier_field(task, example, response, verdict),
@@ -71,7 +69,7 @@ def structured_feedback(task: Task, example: Example, response: str, verdict: Ve
 
 
 def verifier_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
-    """b_1: whether the response is right, what it answered, what is accepted, and what has to change."""
+    """b_1: whether the response is correct, its answer, the accepted answer, and the required change."""
     expected = _gold(verdict.expected)
     if verdict.correct:
         revision = ["keep the submitted final answer", "instruction=retain the final answer and the required output format"]
@@ -92,7 +90,7 @@ def verifier_field(task: Task, example: Example, response: str, verdict: Verdict
 
 
 def parser_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
-    """b_2: how the final prediction was extracted from the response."""
+    """b_2: how the final answer was extracted from the response."""
     last_line = _last_line(response)
     items = [
         "source=response_parser",
@@ -111,7 +109,7 @@ def parser_field(task: Task, example: Example, response: str, verdict: Verdict) 
 
 
 def provenance_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
-    """b_3: how the decision was produced, and plain statistics of the response."""
+    """b_3: how the decision was made, and statistics of the response."""
     choices = [f"choice labels=[{', '.join(example.labels)}]"] if example.labels else []
     items = [
         "source=environment_audit",
@@ -131,7 +129,7 @@ def provenance_field(task: Task, example: Example, response: str, verdict: Verdi
 
 
 def format_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
-    """b_4: whether the response keeps to the required format."""
+    """b_4: whether the response keeps the required format."""
     count, snippets = _expressions(response)
     items = [
         "source=format_checker",
@@ -147,12 +145,12 @@ def format_field(task: Task, example: Example, response: str, verdict: Verdict) 
 
 
 def task_fingerprint(task_name: str, uid: str) -> str:
-    """Eight hexadecimal digits that identify a problem; the same on every machine and in every run."""
+    """Eight hexadecimal digits that identify a problem, the same on every machine and in every run."""
     return hashlib.blake2b(f"{task_name}|{uid}".encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()
 
 
 def format_issues(marker: str, response: str) -> list[str]:
-    """Departures from the required format, in fixed order; empty when there is none, or when the task has no marker."""
+    """Violations of the required format, in fixed order; none if the task has no marker."""
     if not marker:
         return []
     issues = []
@@ -171,7 +169,7 @@ def _line(title: str, items: Sequence[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    """`text` in backticks. Backticks inside become apostrophes: a response must not be able to close its own quotation."""
+    """`text` in backticks. Backticks inside become apostrophes, so that a response cannot close its own quotation."""
     return "`" + text.replace("`", "'") + "`"
 
 
@@ -180,7 +178,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _snapshot(text: str, limit: int) -> str:
-    """`text` with its white space collapsed, at most `limit` characters long."""
+    """`text` with white space collapsed, at most `limit` characters long."""
     return _cut(" ".join(text.split()), limit)
 
 
@@ -225,13 +223,9 @@ def _number_list(numbers: Sequence[str]) -> str:
 
 
 def _expressions(response: str) -> tuple[int, str]:
-    """How many arithmetic expressions the response holds, and the first few of them, quoted."""
-    snippets = []
-    count = 0
-    for match in _EXPRESSION.finditer(response):
-        if count < MAX_SNIPPETS:
-            snippets.append(_quote(_snapshot(match.group(), MAX_SNIPPET_CHARACTERS)))
-        count += 1
-    if count > MAX_SNIPPETS:
+    """The number of arithmetic expressions in the response, and the first few of them, quoted."""
+    expressions = _EXPRESSION.findall(response)
+    snippets = [_quote(_snapshot(expression, MAX_SNIPPET_CHARACTERS)) for expression in expressions[:MAX_SNIPPETS]]
+    if len(expressions) > MAX_SNIPPETS:
         snippets.append("...")
-    return count, " | ".join(snippets) or "none"
+    return len(expressions), " | ".join(snippets) or "none"

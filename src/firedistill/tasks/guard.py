@@ -1,4 +1,4 @@
-"""Tasks whose functions may raise, hang, or return anything: each call ends with a result or a `TaskFault`."""
+"""Calls into user code that may raise, hang, or return anything: each ends with a result or a `TaskFault`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class TaskFault(Exception):
-    """A task's function raised, took too long, or returned something else; the message says which and what."""
+    """A task's method raised, timed out, or returned the wrong type; the message names the method and the fault."""
 
 
 class GuardedTask:
-    """A task whose verdicts always come, and whose feedback comes or raises `TaskFault`. Everything else is the task's own.
+    """A task whose `verify` always returns a verdict and whose `feedback` returns fields or raises `TaskFault`.
+
+    All other attributes are the task's own.
 
     Args:
-        task: whose functions may raise, hang, or return anything.
-        seconds: limit for one call; None for no limit. It works in the main thread of systems with SIGALRM, as `time_limit` does.
+        task: its methods may raise, hang, or return anything.
+        seconds: time limit of one call, enforced as `time_limit` describes; None for no limit.
     """
 
     def __init__(self, task: Task, seconds: float | None = None):
@@ -35,7 +37,7 @@ class GuardedTask:
         return getattr(self.task, name)
 
     def verify(self, example: Example, response: str) -> Verdict:
-        """The task's verdict; one marked `failed`, and not correct, if it gives none."""
+        """The task's verdict, or an incorrect one marked `failed` if the task returns none."""
         try:
             return self._call("verify", Verdict, example, response)
         except TaskFault as fault:
@@ -46,7 +48,7 @@ class GuardedTask:
         """The task's feedback.
 
         Raises:
-            TaskFault: there is none.
+            TaskFault: the task returns none.
         """
         fields = self._call("feedback", (tuple, list), example, response, verdict)
         wrong = [item for item in fields if not (isinstance(item, FeedbackField) and isinstance(item.text, str))]
@@ -70,15 +72,15 @@ class GuardedTask:
 
 
 class TimeIsUp(BaseException):
-    """Raised inside a block that took too long; no `except Exception` of a user's code stops it."""
+    """Raised in a block that exceeds its time limit. An `except Exception` in user code does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeIsUp` inside the block after so many seconds, and again every second for code that will not hear.
+    """Raise `TimeIsUp` in the block after `seconds`, and again every second in case the block suppresses it.
 
-    Python code, regular expressions, sleeps and waits are interrupted; a loop inside a C extension only when it returns. Outside the
-    main thread, and on systems without SIGALRM, there is no limit.
+    Interrupts Python code, regular expressions, sleeps and waits; interrupts a loop in a C extension only when it returns. Has no
+    effect outside the main thread, on systems without SIGALRM, or if `seconds` is None.
     """
     if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
@@ -88,12 +90,12 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise TimeIsUp
 
     handler = signal.signal(signal.SIGALRM, up)
-    begun = time.monotonic()
+    start = time.monotonic()
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # someone else's timer goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-3), interval)
+        if left:  # restart the timer that was running
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)

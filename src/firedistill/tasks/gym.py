@@ -1,30 +1,25 @@
-"""Procedural tasks of the `reasoning-gym` package: `load_task("gym:chain_sum")`.
-
-Needs `pip install firedistill[gym]`. Problems are generated, so there are no files and no hub.
-"""
+"""Generated tasks of the `reasoning-gym` package: `load_task("gym:chain_sum")`. Needs `pip install firedistill[gym]`."""
 
 from __future__ import annotations
 
 import difflib
 import hashlib
 import inspect
-import json
 import pickle
 import re
 import selectors
-import struct
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
 
-from firedistill.tasks.answers import lenient_numeric_correct, numeric_equal, read_numeric
+from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
 from firedistill.tasks.sources import DataError, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
 
-DEFAULT_COUNT = 1000  # of examples, where the caller names none: generated problems have no end
+DEFAULT_COUNT = 1000  # examples, if the caller gives no number
 SEEDS_PER_SPLIT = 2**30
 FIRST_SEED = {"train": 0, "eval": SEEDS_PER_SPLIT}
 MAX_COUNT = SEEDS_PER_SPLIT // 2
@@ -33,7 +28,7 @@ SCORING_SECONDS = 5.0
 NONSENSE = "zebra zebra"
 
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,17})?")
-# Some scorers hand the answer to `eval` or to sympy's parser, which is `eval` too.
+# Some scorers pass the answer to `eval` or to sympy's parser, which calls `eval`.
 _EVALUATES = re.compile(r"\beval\(|\bparse_expr\(|\bsympify\(")
 _HARMLESS_CALLS = frozenset(
     ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt", "Abs"]
@@ -45,18 +40,18 @@ _TOKEN = re.compile(r"[^\W\d]\w*|\d+|\S")
 class GymTask(Task):
     """One dataset of reasoning-gym.
 
-    A row (one item of the dataset): {"question": "State the final answer to the following arithmetic problem: 4 - 1 - 7 =",
+    A row (an item of the dataset): {"question": "State the final answer to the following arithmetic problem: 4 - 1 - 7 =",
     "answer": "-4", "metadata": {"source_dataset": "chain_sum", "source_index": 0, "num_terms": 3, ...}}
 
-    Item k of a dataset with seed s depends on s + k (in a few datasets on both), so `"train"` and `"eval"` draw their seeds
-    from two disjoint ranges. Where a dataset has few distinct problems, the same text can still turn up in both.
+    Item k of a dataset with seed s depends on s + k (on both in a few datasets), so `"train"` and `"eval"` draw their seeds from
+    two disjoint ranges. A dataset with few distinct problems can still have the same text in both.
 
     Args:
-        dataset: a name that reasoning-gym knows.
+        dataset: the name of a dataset of reasoning-gym.
 
     Raises:
         ImportError: reasoning-gym is not installed.
-        ValueError: there is no such dataset; lists close matches.
+        ValueError: the dataset is unknown; lists close matches.
     """
 
     type_name = "reasoning"
@@ -81,7 +76,7 @@ class GymTask(Task):
         self._isolated_scorer: _IsolatedScorer | None = None
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """`n` generated problems (1,000 when None), determined by `split` and `seed`; `data_dir` is not used.
+        """Generate `n` problems (1,000 if None), determined by `split` and `seed`; `data_dir` is not used.
 
         Raises:
             ValueError: the split is neither `"train"` nor `"eval"`, `n` is out of range, or the dataset cannot be generated.
@@ -98,7 +93,7 @@ class GymTask(Task):
         return [self.example(dataset[index], uid=f"{self.name}/{split}/{first + index}") for index in range(count)]
 
     def example(self, row: Mapping[str, Any], uid: str) -> Example:
-        answer = row.get("answer")  # None where many answers are right and only the scorer knows
+        answer = row.get("answer")  # None if many answers are correct and only the scorer can tell
         if answer is not None and not isinstance(answer, str):
             raise DataError(f"field 'answer': expected text or null, found {type(answer).__name__} {answer!r}")
         return Example(
@@ -110,18 +105,16 @@ class GymTask(Task):
         )
 
     def verify(self, example: Example, response: str) -> Verdict:
-        """Right when the dataset's own scorer gives full marks, or when a plain numeric gold is equalled as a number.
+        """Correct if the dataset's own scorer gives full marks, or if the answer equals a plain numeric gold as a number.
 
-        A scorer that raises, or needs more than `SCORING_SECONDS` for an answer that it evaluates, has not accepted the answer.
+        A scorer that raises, or that evaluates the answer for more than `SCORING_SECONDS`, does not accept the answer.
         """
         text = _answer_text(response, several_lines="\n" in example.answer)
         if _PLAIN_NUMBER.fullmatch(example.answer) is None:
             correct = text is not None and self._scores_full(text, example)
             return Verdict(correct, text, example.answer, text is not None, correct)
         number = read_numeric(response, example.answer)
-        correct = (number.value is not None and numeric_equal(number.value, example.answer)) or (
-            text is not None and self._scores_full(text, example)
-        )
+        correct = numeric_equal(number.value, example.answer) or (text is not None and self._scores_full(text, example))
         return Verdict(
             correct=correct,
             submitted=text if number.value is None else number.value,
@@ -131,24 +124,24 @@ class GymTask(Task):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scorer": None, "_isolated_scorer": None}  # a process stays with its owner
+        return {**self.__dict__, "_scorer": None, "_isolated_scorer": None}  # a process belongs to one owner
 
     def _create(self, size: int, seed: int) -> Any:
         import reasoning_gym
 
         try:
             return reasoning_gym.create_dataset(self.dataset, size=size, seed=seed)
-        except Exception as error:  # each dataset checks its configuration in its own way
+        except Exception as error:  # datasets raise many unrelated types
             raise ValueError(f"reasoning-gym cannot generate {self.dataset!r}: {type(error).__name__}: {error}") from error
 
     def _scores_full(self, answer: str, example: Example) -> bool:
         if example.answer and answer.casefold() == example.answer.casefold():
             return answer == example.answer or self._mark(answer, example) >= 1.0
-        # Some scorers accept anything (game_of_life_halting in release 0.1.25). Full marks for nonsense are worth nothing.
+        # Some scorers accept anything (game_of_life_halting in release 0.1.25); their full marks do not count.
         return self._mark(answer, example) >= 1.0 and self._mark(NONSENSE, example) < 1.0
 
     def _mark(self, answer: str, example: Example) -> float:
-        """The dataset's own mark; 0.0 when the scorer fails, or when the answer is not fit to be handed to it."""
+        """The scorer's mark; 0.0 if it fails, or if the answer is unsafe to evaluate."""
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return 0.0
         entry = dict(example.metadata)
@@ -160,15 +153,15 @@ class GymTask(Task):
             if self._scorer is None:
                 self._scorer = self._create(size=1, seed=0)
             return float(self._scorer.score_answer(answer, entry))
-        except Exception:  # scorers raise all kinds of things on text that they do not expect
+        except Exception:  # scorers raise many unrelated types on unexpected text
             return 0.0
 
 
 class _IsolatedScorer:
-    """Runs a scorer that evaluates text in a process of its own: `9**9**9**9` cannot be interrupted in any other way."""
+    """Runs a scorer that evaluates text in a separate process: `9**9**9**9` cannot be interrupted in any other way."""
 
     SOURCE = """
-import json, pickle, struct, sys
+import pickle, sys
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
@@ -178,13 +171,13 @@ replies = sys.stdout
 sys.stdout = sys.stderr
 import reasoning_gym
 dataset = reasoning_gym.create_dataset(sys.argv[1], size=1, seed=0)
-while header := sys.stdin.buffer.read(4):
-    answer, entry = pickle.loads(sys.stdin.buffer.read(struct.unpack("<I", header)[0]))
+while True:
+    answer, entry = pickle.load(sys.stdin.buffer)  # EOFError ends the process
     try:
         score = float(dataset.score_answer(answer, entry))
     except BaseException:
         score = 0.0
-    print(json.dumps(score), file=replies, flush=True)
+    print(score, file=replies, flush=True)
 """
     STARTING_SECONDS = 120.0
 
@@ -194,39 +187,35 @@ while header := sys.stdin.buffer.read(4):
         self.lock = threading.Lock()
 
     def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """The scorer's mark; 0.0 when it fails or runs out of time."""
+        """The scorer's mark; 0.0 if it fails or times out."""
         with self.lock:
-            return self._score(answer, entry)
+            if self.process is None or self.process.poll() is not None:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", self.SOURCE, self.dataset],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                )
+                self._ask("", entry, self.STARTING_SECONDS)  # waits for the slow import, which the time limit excludes
+            return self._ask(answer, entry, SCORING_SECONDS)
 
-    def _score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        if self.process is None or self.process.poll() is not None:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.SOURCE, self.dataset],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            # Importing the package takes long. An answer whose mark nobody needs waits for that, so that the time limit of the
-            # real one need not allow for it.
-            self._ask(self.process, "", entry, self.STARTING_SECONDS)
-        return self._ask(self.process, answer, entry, SCORING_SECONDS) if self.process is not None else 0.0
-
-    def _ask(self, process: subprocess.Popen[bytes], answer: str, entry: Mapping[str, Any], seconds: float) -> float:
-        assert process.stdin is not None and process.stdout is not None  # both are pipes
+    def _ask(self, answer: str, entry: Mapping[str, Any], seconds: float) -> float:
+        if self.process is None:  # the process did not start
+            return 0.0
+        assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
         message = pickle.dumps((answer, dict(entry)))
         try:
-            process.stdin.write(struct.pack("<I", len(message)) + message)
-            process.stdin.flush()
+            self.process.stdin.write(message)
+            self.process.stdin.flush()
             with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
-                line = process.stdout.readline() if selector.select(seconds) else b""
-            return float(json.loads(line))
+                selector.register(self.process.stdout, selectors.EVENT_READ)
+                return float(self.process.stdout.readline() if selector.select(seconds) else b"")
         except (OSError, ValueError):
             self.close()
             return 0.0
 
     def close(self) -> None:
-        """Ends the process; the next answer starts a new one."""
+        """End the process; the next answer starts a new one."""
         if self.process is not None:
             process, self.process = self.process, None
             process.kill()
@@ -245,12 +234,12 @@ def _dataset_classes() -> Mapping[str, tuple[type, type]]:
 
 
 def _offset(name: str, seed: int) -> int:
-    """Where in a split's range of seeds a user's seed begins."""
+    """The start of a user's seed within a split's range of seeds."""
     return int.from_bytes(hashlib.blake2b(f"{name}/{seed}".encode(), digest_size=8).digest(), "little") % MAX_COUNT
 
 
 def _harmless(answer: str) -> bool:
-    """Whether a text may be evaluated: it names no attribute, and calls nothing but elementary functions."""
+    """Whether a text is safe to evaluate: it names no attribute and calls only elementary functions."""
     if "__" in answer or "\\" in answer:
         return False
     previous = "("
@@ -264,14 +253,9 @@ def _harmless(answer: str) -> bool:
 
 
 def _answer_text(response: str, several_lines: bool) -> str | None:
-    """What follows the last `####`: to the end of its line, or of the response where the gold has several lines."""
+    """The text after the last `####`: to the end of its line, or of the response if the gold has several lines."""
     _, marker, rest = response.rpartition("####")
     rest = rest.strip()
     if not marker or not rest:
         return None
     return rest if several_lines else rest.split("\n")[0].strip()
-
-
-def _last_line(response: str) -> str | None:
-    lines = [line.strip() for line in response.split("\n") if line.strip()]
-    return lines[-1] if lines else None

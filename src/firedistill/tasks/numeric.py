@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from firedistill.tasks.answers import count_numbers, lenient_numeric_correct, numeric_equal, numeric_gold, read_numeric
+from firedistill.tasks.answers.numbers import count_numbers, lenient_numeric_correct, numeric_equal, numeric_gold, read_numeric
 from firedistill.tasks.sources import PARQUET_EXPORT, DataError, optional_text, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
@@ -22,7 +22,7 @@ _OPERATOR = re.compile(r"(?<=[\d)])\s*([-+*/=])\s*(?=[\d(.-])")
 
 
 class NumericTask(Task):
-    """A task whose answers are numbers after `####`, compared exactly. A subclass gives `example` only."""
+    """A task whose answers are numbers after `####`, compared exactly. A subclass defines only `example`."""
 
     type_name = "math"
     answer_type = "numeric"
@@ -31,10 +31,10 @@ class NumericTask(Task):
     format_instruction = MATH_INSTRUCTION
 
     def verify(self, example: Example, response: str) -> Verdict:
-        """Right when the number read from the response equals the gold exactly, as a rational number."""
+        """Correct if the response's answer equals the gold exactly, as a rational number."""
         answer = read_numeric(response, example.answer)
         return Verdict(
-            correct=answer.value is not None and numeric_equal(answer.value, example.answer),
+            correct=numeric_equal(answer.value, example.answer),
             submitted=answer.value,
             expected=example.answer,
             well_formed=answer.well_formed,
@@ -49,7 +49,7 @@ class GSM8K(NumericTask):
     clips did Natalia sell altogether in April and May?", "answer": "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\\nNatalia
     sold 48+24 = <<48+24=72>>72 clips altogether in April and May.\\n#### 72"}
 
-    The solution is the dataset's own working without its calculator marks.
+    The solution is the dataset's own working without calculator marks.
     """
 
     name = "gsm8k"
@@ -71,9 +71,9 @@ class ASDiv(NumericTask):
     A row: {"body": "Seven red apples and two green apples are in the basket.", "question": "How many apples are in the
     basket?", "solution_type": "Addition", "answer": "9 (apples)", "formula": "7+2=9"}
 
-    The dataset has one published split, `validation` (2,305 rows). The 56 rows whose answer holds no digit (`Mrs. Hilt`,
-    `They are equal`) are no numeric problems and are left out; the other 2,249 are divided. Golds of several values
-    (`8; 40`), ratios and times stay; the whole of them has to match.
+    The dataset has one published split, `validation` (2,305 rows). The 56 rows whose answer contains no digit (`Mrs. Hilt`,
+    `They are equal`) are dropped; the other 2,249 are divided. Golds of several values (`8; 40`), ratios and times are kept, and
+    must match in full.
 
     The solution is the published formula, one step per line.
     """
@@ -106,6 +106,6 @@ class ASDiv(NumericTask):
 
 
 def _steps(formula: str) -> str:
-    """`3*4=12; 12-2=10` as one step per line, with blanks around the operators of plain arithmetic."""
+    """`3*4=12; 12-2=10` as one step per line, with spaces around the operators of plain arithmetic."""
     steps = [" ".join(step.split()) for step in formula.split(";")]
     return "\n".join(_OPERATOR.sub(r" \1 ", step) if _PLAIN_ARITHMETIC.fullmatch(step) else step for step in steps if step)

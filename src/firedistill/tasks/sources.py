@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ PARQUET_EXPORT = "refs/convert/parquet"  # the hub's own conversion of datasets 
 
 
 class DataError(ValueError):
-    """Data that cannot be used. The message says where it is, what was expected, and how to mend it."""
+    """Invalid or missing data. The message names the place, the expected value, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Rows:
     """The rows of one published split.
 
     Attributes:
-        source: a file or a hub dataset, for messages.
+        source: a file or a hub dataset, for error messages.
         records: the rows, in published order.
-        numbers: the 1-based line of each row where that differs from its position (blank lines), else None.
+        numbers: the 1-based line number of each row; None if the rows are numbered by position.
     """
 
     source: str
@@ -39,114 +39,86 @@ class Rows:
         return self.records[index]
 
     def where(self, index: int) -> str:
-        """Where the row is, for a message; rows count from 1."""
+        """The place of a row, for error messages; rows count from 1."""
         return f"{self.source}, row {self.numbers[index] if self.numbers else index + 1}"
 
 
-def load_rows(
-    hub_id: str | None,
-    config: str | None,
-    split: str,
-    revision: str | None = None,
-    *,
-    folder: str | None = None,
-    data_dir: str | Path | None = None,
-) -> Rows:
-    """The rows of one published split: from `data_dir` if given, else from the hub.
-
-    Args:
-        hub_id, config, revision: as `datasets.load_dataset` takes them.
-        split: the name of the split as published.
-        folder: the sub-folder of `data_dir` in which this dataset may lie.
-        data_dir: a folder with `<split>.jsonl`, `<split>.jsonl.gz` or `<split>.parquet`, or with `folder` that holds it.
+def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
+    """The local file of a split, in `<data_dir>/<folder>` or else in `data_dir` itself.
 
     Raises:
-        DataError: no such file, an unreadable one, or the hub did not give the split.
-    """
-    if data_dir is not None:
-        return read_file(find_file(data_dir, folder, split))
-    if hub_id is None:
-        raise DataError(f"no hub dataset is known for split {split!r}: pass data_dir")
-    return load_from_hub(hub_id, config, split, revision, folder)
-
-
-def find_file(data_dir: str | Path, folder: str | None, split: str) -> Path:
-    """The local file of a split; `<data_dir>/<folder>` is looked at before `data_dir` itself.
-
-    Raises:
-        DataError: there is none; lists what is there.
+        DataError: no such file; lists the files that exist.
     """
     root = Path(data_dir).expanduser()
     if not root.is_dir():
         raise DataError(f"data_dir {root} is not a folder")
-    places = [root / folder, root] if folder else [root]
+    places = [root / folder, root]
     for place in places:
         for suffix in SUFFIXES:
             if (place / f"{split}{suffix}").is_file():
                 return place / f"{split}{suffix}"
     seen = "; ".join(f"in {place}: {_listing(place)}" for place in places if place.is_dir())
     raise DataError(
-        f"data_dir {root} has no file for split {split!r}: expected {split}.jsonl, {split}.jsonl.gz or {split}.parquet there"
-        + (f" or in its sub-folder {folder}" if folder else "")
-        + f". Found {seen}."
+        f"data_dir {root} has no file for split {split!r}: expected {split}.jsonl, {split}.jsonl.gz or {split}.parquet there "
+        f"or in its sub-folder {folder}. Found {seen}."
     )
 
 
-def read_file(path: str | Path) -> Rows:
+def read_file(path: Path) -> Rows:
     """All rows of a `.jsonl`, `.jsonl.gz` or `.parquet` file.
 
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object.
     """
-    path = Path(path)
     if path.name.endswith(".parquet"):
         return _read_parquet(path)
     try:
         return _read_json_lines(path)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): fetch it again or rewrite it") from error
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): download or write it again") from error
 
 
-def load_from_hub(hub_id: str, config: str | None, split: str, revision: str | None, folder: str | None = None) -> Rows:
+def load_from_hub(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> Rows:
     """One split from the Hugging Face hub. Never runs code from the hub.
+
+    Args:
+        hub_id, config, split, revision: as in `datasets.load_dataset`.
+        folder: the sub-folder of `data_dir` that the error message suggests for a local copy.
 
     Raises:
         DataError: the hub cannot be reached, or has no such dataset, configuration or split.
     """
     import datasets  # takes a second to import, and local files do not need it
 
-    if revision == PARQUET_EXPORT:  # that branch carries no list of configurations, only folders named after them
+    if revision == PARQUET_EXPORT:  # that branch has no list of configurations, only folders named after them
         request: dict[str, Any] = {"data_files": {split: f"{config}/{split}/*.parquet"}}
     else:
         request = {"name": config}
+    source = f"{hub_id} ({config}), split {split!r}" if config else f"{hub_id}, split {split!r}"
     try:
-        records = list(datasets.load_dataset(hub_id, split=split, revision=revision, **request))
-    except Exception as error:  # the hub client raises many unrelated types; to the user they are one thing
+        return Rows(source, list(datasets.load_dataset(hub_id, split=split, revision=revision, **request)))
+    except Exception as error:  # the hub client raises many unrelated types
         raise DataError(
-            f"could not load {_hub_name(hub_id, config)}, split {split!r}, from the Hugging Face hub "
-            f"({type(error).__name__}: {_first_line(error)}). If the hub cannot be reached from here, pass a local copy in "
-            f"the hub's columns: data_dir (--data_dir) with {split}.jsonl, {split}.jsonl.gz or {split}.parquet"
-            + (f", alone or in a sub-folder {folder}." if folder else ".")
+            f"could not load {source}, from the Hugging Face hub ({type(error).__name__}: {_first_line(error)}). If the hub is "
+            f"unreachable, pass a local copy in the hub's columns: data_dir (--data_dir) with {split}.jsonl, {split}.jsonl.gz or "
+            f"{split}.parquet, alone or in a sub-folder {folder}."
         ) from error
-    return Rows(f"{_hub_name(hub_id, config)}, split {split!r}", records)
 
 
 def text_field(row: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
-    """`row[name]`, a text, with outer white space removed.
+    """`row[name]`, a text, without surrounding white space.
 
     Raises:
-        DataError: it is missing, no text, or blank (unless `empty`).
+        DataError: the field is missing, not a text, or blank (unless `empty`).
     """
-    value = _field(row, name)
-    if not isinstance(value, str):
-        raise DataError(f"field {name!r}: expected text, found {_kind(value)}; write it as a JSON string")
+    value = _field(row, name, lambda value: isinstance(value, str), "text", "a JSON string")
     if not value.strip() and not empty:
         raise DataError(f"field {name!r}: expected text, found only blanks; fill it in or remove the row")
     return value.strip()
 
 
 def optional_text(row: Mapping[str, Any], name: str) -> str | None:
-    """Like `text_field`; None when the field is absent, null or blank."""
+    """Like `text_field`; None if the field is absent, null or blank."""
     return None if row.get(name) is None else text_field(row, name, empty=True) or None
 
 
@@ -154,52 +126,55 @@ def integer_field(row: Mapping[str, Any], name: str) -> int:
     """`row[name]`, an integer.
 
     Raises:
-        DataError: it is missing or no integer.
+        DataError: the field is missing or not an integer.
     """
-    value = _field(row, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DataError(f"field {name!r}: expected an integer, found {_kind(value)}; write it as a JSON number")
-    return value
+
+    def is_integer(value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool)
+
+    return _field(row, name, is_integer, "an integer", "a JSON number")
 
 
 def text_list_field(row: Mapping[str, Any], name: str, *, of: str | None = None) -> list[str]:
-    """`row[name]`, a list of texts, each with outer white space removed. `of` names the enclosing field in messages.
+    """`row[name]`, a list of texts without surrounding white space. `of` names the enclosing field in messages.
 
     Raises:
-        DataError: it is missing or no list of texts.
+        DataError: the field is missing or not a list of texts.
     """
-    label = f"{of}.{name}" if of else name
-    value = _field(row, name, label)
-    if not isinstance(value, Sequence) or isinstance(value, str) or not all(isinstance(item, str) for item in value):
-        raise DataError(f"field {label!r}: expected a list of texts, found {_kind(value)}; write it as a JSON list of strings")
-    return [item.strip() for item in value]
+
+    def is_text_list(value: object) -> bool:
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, str) for item in value)
+
+    return [item.strip() for item in _field(row, name, is_text_list, "a list of texts", "a JSON list of strings", of)]
 
 
 def mapping_field(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """`row[name]`, a mapping.
 
     Raises:
-        DataError: it is missing or no mapping.
+        DataError: the field is missing or not a mapping.
     """
-    value = _field(row, name)
-    if not isinstance(value, Mapping):
-        raise DataError(f"field {name!r}: expected a mapping, found {_kind(value)}; write it as a JSON object")
-    return value
+    return _field(row, name, lambda value: isinstance(value, Mapping), "a mapping", "a JSON object")
 
 
 def label_error(name: str, label: object, labels: Sequence[str]) -> DataError:
-    """The error for a gold label that is none of the options."""
+    """The error for a gold label that is not among the options."""
     return DataError(
         f"field {name!r}: expected one of the labels {', '.join(labels)}, found {label!r}; correct it or remove the row"
     )
 
 
-def _field(row: Mapping[str, Any], name: str, label: str | None = None) -> Any:
+def _field(
+    row: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str, form: str, of: str | None = None
+) -> Any:
+    label = f"{of}.{name}" if of else name
     if name not in row:
         raise DataError(
-            f"field {label or name!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'}); "
-            f"use the column names of the hub version"
+            f"field {label!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'}); "
+            "use the column names of the hub version"
         )
+    if not is_valid(row[name]):
+        raise DataError(f"field {label!r}: expected {expected}, found {_kind(row[name])}; write it as {form}")
     return row[name]
 
 
@@ -209,7 +184,7 @@ def _kind(value: Any) -> str:
 
 
 def _read_json_lines(path: Path) -> Rows:
-    """One JSON object per line. Only a line feed ends a line: `str.splitlines` would also cut at U+2028, which rows contain."""
+    """One JSON object per line. Only a line feed ends a line; `str.splitlines` would also split at U+2028, which rows contain."""
     opener = gzip.open if path.name.endswith(".gz") else open
     records, numbers = [], []
     with opener(path, "rb") as lines:
@@ -238,17 +213,13 @@ def _read_parquet(path: Path) -> Rows:
     try:
         return Rows(str(path), pyarrow.parquet.read_table(path).to_pylist())
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read as parquet ({_first_line(error)}): fetch it again or rewrite it") from error
+        raise DataError(f"{path} cannot be read as parquet ({_first_line(error)}): download or write it again") from error
 
 
 def _listing(folder: Path, limit: int = 20) -> str:
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     shown = ", ".join(names[:limit]) or "nothing"
     return shown + (f", and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _hub_name(hub_id: str, config: str | None) -> str:
-    return f"{hub_id} ({config})" if config else hub_id
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,30 +1,32 @@
-"""What is asked and how it is judged: the types that every task shares."""
+"""The base class of all tasks: loads problems, splits them, and delegates judgement and feedback to its subclasses."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from firedistill.tasks.feedback import structured_feedback
-from firedistill.tasks.sources import DataError, Rows, load_rows
+from firedistill.tasks.sources import DataError, Rows, find_file, load_from_hub, read_file
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
-TRAIN_SHARE = 0.8  # of a published split that has to serve both as training and as evaluation data
+TRAIN_SHARE = 0.8  # of a published split that serves both as training and as evaluation data
+Result = TypeVar("Result")
 
 
 class Task:
     """A family of problems with a verifier. Subclass it to add your own.
 
-    A subclass must give two methods, `example` (one row of data into an `Example`) and `verify` (a response into a `Verdict`),
-    and says in class attributes what it is called, what it asks for and where its rows are:
+    A subclass defines two methods, `example` (a row of data to an `Example`) and `verify` (a response to a `Verdict`). Class
+    attributes give its name, its answer format and the location of its data:
 
         class Capitals(Task):
             name = "capitals"                       # in uids, logs and feedback
             type_name = "short_answer"
             final_marker = "Answer:"
             format_instruction = "Write `Answer: ` and the city on a new final line."
-            hub_id = "somebody/capitals"            # not needed when rows always come from `data_dir`
+            hub_id = "somebody/capitals"            # not needed if rows always come from `data_dir`
 
             def example(self, row, uid):
                 return Example(uid=uid, question=f"What is the capital of {row['country']}?", answer=row["capital"])
@@ -33,28 +35,27 @@ class Task:
                 submitted = response.rpartition("Answer:")[2].strip() or None
                 return Verdict(submitted == example.answer, submitted, example.answer, "Answer:" in response)
 
-    `load_task("my_package.my_module:Capitals")` then loads it. The rest has defaults that may be overridden: `prompt`,
-    `feedback` (the four structured fields; any other fields will do), `usable` (rows to leave out), `examples` (for problems
-    that are generated rather than read). For numbers and options, start from `NumericTask` (numeric.py) and
-    `ChoiceTask` (choice.py), which bring `verify`.
+    `load_task("my_package.my_module:Capitals")` then loads it. Override other methods as needed: `prompt`, `feedback` (returns the
+    four structured fields by default; any other fields work), `usable` (which rows to keep), `examples` (for generated problems).
+    For numeric and multiple-choice answers, start from `NumericTask` and `ChoiceTask`, which define `verify`.
 
-    **Splits.** Two names always work: `"train"` (fit on) and `"eval"` (held out). They stand for the published splits
-    `train_split` and `eval_split`. Every published split that has labels may also be asked for under its own name, and is
-    then given whole. Where a dataset has only one usable split, `train_split` and `eval_split` are equal: that split
-    is divided once and for all, four fifths for `"train"` and the rest for `"eval"`, and its own name means `"eval"`, so that
-    no name can lead to an evaluation on training rows. Any other name is an error that lists the possible ones.
+    **Splits.** Every task has the splits `"train"` and `"eval"` (held out). They stand for the published splits `train_split` and
+    `eval_split`. Any published split with labels is also available in full under its own name. If a dataset has only one usable
+    split, `train_split` and `eval_split` are equal. That split is then divided by a fixed seed, 80 % for `"train"` and the rest
+    for `"eval"`, and its own name means `"eval"`, so that no name can lead to an evaluation on training data.
 
     Class attributes:
         name: used in uids, logs and feedback.
-        type_name: the kind of task as the feedback names it (`math` and `multiple_choice` in the tasks of the paper).
-        answer_type: the kind of answer as the feedback names it.
-        checker_mode: how answers are compared, as the feedback names it.
-        final_marker: what opens the final-answer line; empty if there is no such line.
-        format_instruction: how the student is asked to answer.
-        hub_id, hub_config, hub_revision: where `datasets.load_dataset` finds the rows.
-        folder: the sub-folder of `data_dir` that may hold local copies; `name` when None.
+        type_name: the kind of task that the feedback names (`math` or `multiple_choice` for the tasks of the paper).
+        answer_type: the kind of answer that the feedback names.
+        checker_mode: the comparison of answers that the feedback names.
+        final_marker: the start of the final-answer line; empty if the task has no such line.
+        format_instruction: tells the student how to write the answer.
+        hub_id, hub_config, hub_revision: arguments of `datasets.load_dataset`.
+        folder: the sub-folder of `data_dir` that may hold local copies; `name` if None.
         train_split, eval_split, other_splits: published splits, see above.
-        division_seed: fixes the division of a split into `"train"` and `"eval"`; never a user's seed, so that all runs agree.
+        division_seed: fixes the division of a split into `"train"` and `"eval"`. It is independent of a run's seed, so that all
+            runs agree.
     """
 
     name: str = "task"
@@ -74,15 +75,15 @@ class Task:
     division_seed: int = 0
 
     def example(self, row: Mapping[str, Any], uid: str) -> Example:
-        """One row, in the columns of the dataset as published, as an `Example`.
+        """Convert one row, with the columns of the published dataset, to an `Example`.
 
         Raises:
-            DataError: the row lacks a column or holds something unexpected.
+            DataError: a column is missing or holds an invalid value.
         """
         raise NotImplementedError(f"{type(self).__name__} must define example(row, uid)")
 
     def verify(self, example: Example, response: str) -> Verdict:
-        """The verdict on one response. Must return for any string."""
+        """Judge one response. Must return for any string."""
         raise NotImplementedError(f"{type(self).__name__} must define verify(example, response)")
 
     def prompt(self, example: Example) -> str:
@@ -90,25 +91,25 @@ class Task:
         return example.question
 
     def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
-        """Feedback about this response in separable fields; by default the four of the paper."""
+        """Feedback about a response in separable fields; by default the four fields of the paper."""
         return structured_feedback(self, example, response, verdict)
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """Problems of one split in a shuffled order that depends only on `seed` (and on which rows there are).
+        """Load problems of one split, in a shuffled order that depends only on `seed` and on the available rows.
 
         Args:
             split: `"train"`, `"eval"`, or a published split by its own name (see the class).
-            n: how many; None for all. A split with fewer usable rows gives all it has.
-            seed: of the shuffle. It changes neither uids nor what belongs to `"train"` and to `"eval"`.
-            data_dir: a folder with local copies in the hub's columns (`<split>.jsonl`, `.jsonl.gz` or `.parquet`), or one
-                with a sub-folder for this dataset. None asks the hub.
+            n: the number of examples; None for all. A smaller split returns all its examples.
+            seed: seed of the shuffle. It affects neither uids nor the division into `"train"` and `"eval"`.
+            data_dir: a folder with local copies in the hub's columns (`<split>.jsonl`, `.jsonl.gz` or `.parquet`), or with a
+                sub-folder for this dataset that holds them. None loads from the hub.
 
         Returns:
-            The first `n` examples of the shuffled split. Only these are parsed: a faulty row beyond them goes unnoticed.
+            The first `n` examples of the shuffled split. Only their rows are parsed, so errors in other rows go unnoticed.
 
         Raises:
             ValueError: the split is unknown, or `n` is negative.
-            DataError: the data cannot be read, or a row is not what it should be; says where and how to mend it.
+            DataError: the data cannot be read, or a row is invalid; names the place and the fix.
         """
         if n is not None and n < 0:
             raise ValueError(f"n must be at least 0, or None for all examples; got {n}")
@@ -118,24 +119,22 @@ class Task:
         if part is not None:
             indices = self._divide(rows, indices, part)
         ordered = self.ordered(rows, indices, seed)
-        return [
-            _at(rows, index, lambda row, index=index: self.example(row, uid=f"{self.name}/{published}/{index}"))
-            for index in ordered[:n]
-        ]
+        return [_at(rows, index, partial(self.example, uid=f"{self.name}/{published}/{index}")) for index in ordered[:n]]
 
     def load_rows(self, published_split: str, data_dir: str | None = None) -> Rows:
         """All rows of one published split. Override it to read data from elsewhere."""
-        if data_dir is None and self.hub_id is None:
+        folder = self.folder or self.name
+        if data_dir is not None:
+            return read_file(find_file(data_dir, folder, published_split))
+        if self.hub_id is None:
             raise DataError(f"{self.name} has no dataset on the hub: pass data_dir, a folder with {published_split}.jsonl")
-        return load_rows(
-            self.hub_id, self.hub_config, published_split, self.hub_revision, folder=self.folder or self.name, data_dir=data_dir
-        )
+        return load_from_hub(self.hub_id, self.hub_config, published_split, self.hub_revision, folder)
 
     def resolve_split(self, split: str) -> tuple[str, str | None]:
-        """(published split, part of it) for a split name; the part is `"train"`, `"eval"`, or None for the whole.
+        """(published split, part of it) for a split name; the part is `"train"`, `"eval"`, or None for the full split.
 
         Raises:
-            ValueError: no such split; lists the names that work.
+            ValueError: the split is unknown; lists the valid names.
         """
         divided = self.train_split == self.eval_split
         if split == "train":
@@ -152,34 +151,32 @@ class Task:
         )
 
     def usable(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row belongs to the task. Rows that do not are left out before anything is divided or counted."""
+        """Whether a row belongs to the task. Other rows are dropped before splits are divided and counted."""
         return True
 
     def division_key(self, row: Mapping[str, Any]) -> str:
-        """The text by which a row goes to `"train"` or `"eval"`: by default the question. Equal keys stay together."""
+        """The text that assigns a row to `"train"` or `"eval"`, by default the question. Rows with equal keys stay together."""
         return self.example(row, uid="").question
 
     def ordered(self, rows: Rows, indices: Sequence[int], seed: int) -> list[int]:
-        """Row indices in the order in which `examples` gives them out: shuffled by `seed`."""
+        """Row indices in the order in which `examples` returns them: shuffled by `seed`."""
         return sorted(indices, key=lambda index: _digest(f"{seed}/{index}"))
 
     def _divide(self, rows: Rows, indices: Sequence[int], part: str) -> list[int]:
-        """The indices of `"train"` or `"eval"`. Goes by content: the order in which rows are published does not matter."""
+        """The indices of `"train"` or `"eval"`. Depends on the rows' content, not on their order."""
         ranks = {index: _digest(f"{self.division_seed}/{_at(rows, index, self.division_key)}") for index in indices}
         distinct = sorted(set(ranks.values()))
-        if not distinct:
-            return []
         held_out = set(distinct[round(TRAIN_SHARE * len(distinct)) :])
         return [index for index in indices if (ranks[index] in held_out) == (part == "eval")]
 
 
 def _digest(text: str) -> bytes:
-    """A hash in place of a random number: equal on every machine, Python and library version."""
+    """A hash that replaces a random number: equal on every machine, Python and library version."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
-def _at(rows: Rows, index: int, read: Any) -> Any:
-    """`read(rows[index])`, with the file and the row in the message if it fails."""
+def _at(rows: Rows, index: int, read: Callable[[Mapping[str, Any]], Result]) -> Result:
+    """`read(rows[index])`; errors name the file and the row."""
     try:
         return read(rows[index])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The data that pass between tasks and training: a problem, the verdict on a response, and a field of feedback about it."""
+"""The data that tasks and training exchange: a problem, the verdict on a response, and a field of feedback about it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Example:
     """One problem.
 
     Attributes:
-        uid: dataset name, split and row index as published, for instance `gsm8k/train/17`; independent of any shuffle.
-        question: the dataset prompt without the format instruction (choices included where the task has them).
-        answer: the gold answer, normalised; for choice tasks the label.
+        uid: dataset name, published split and row index, for instance `gsm8k/train/17`; independent of any shuffle.
+        question: the dataset prompt, with the choices if there are any, without the format instruction.
+        answer: the normalised gold answer; the label for choice tasks.
         labels: the labels of the options (`("A", "B")`); empty for numeric tasks.
         options: the texts of the options, in the order of `labels`.
-        solution: gold working that ends with the final-answer line, if the dataset has one (used by the warm start).
+        solution: gold working that ends with the final-answer line, if the dataset has one; used by the warm start.
         category: a subject within the task (MMLU-Pro), if any.
-        metadata: whatever else the task's verifier needs; neither the student nor the teacher sees it.
+        metadata: anything else that the task's verifier needs; neither the student nor the teacher sees it.
     """
 
     uid: str
@@ -34,15 +34,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the verifier says about one response.
+    """The verifier's judgement of one response.
 
     Attributes:
-        correct: the only thing that routes a response. Never depends on whether the rollout finished.
-        submitted: the normalised answer that was read from the response, or None.
-        expected: the gold answer, normalised.
-        well_formed: the answer stood on the final-answer line that the task asks for.
-        lenient_correct: right when any recognisable final answer is accepted; a diagnostic, never the verdict.
-        failed: the verifier raised or took too long, so that this is no verdict; such a response is not trained on.
+        correct: decides alone which loss the response gets. Does not depend on whether the rollout finished.
+        submitted: the normalised answer of the response; None if none was found.
+        expected: the normalised gold answer.
+        well_formed: whether the answer is on the final-answer line that the task requires.
+        lenient_correct: whether any recognisable final answer is correct; a diagnostic that never replaces `correct`.
+        failed: whether the verifier raised or timed out, so that there is no judgement; the response is excluded from training.
     """
 
     correct: bool
@@ -57,7 +57,9 @@ class Verdict:
 class FeedbackField:
     """One separable piece of feedback.
 
-    `name` identifies the field in logs and pictures (`alpha_<name>`); the teacher sees only `text`.
+    Attributes:
+        name: identifies the field in logs and figures (`alpha_<name>`).
+        text: the feedback, which is all that the teacher sees.
     """
 
     name: str

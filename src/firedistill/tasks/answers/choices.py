@@ -1,0 +1,170 @@
+"""Reads option labels: which option a response chooses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from firedistill.tasks.answers.numbers import stated_values
+from firedistill.tasks.answers.text import MAX_LINE_CHARACTERS, Answer, after_last, boxed, clean, last_line, to_ascii
+
+
+def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] = ()) -> Answer:
+    """The option that a response chooses, as one of `labels`.
+
+    >>> choice_answer("**Answer:** (b).", "ABCD")
+    Answer(value='B', well_formed=True)
+    >>> choice_answer("Answer: B) 21.5", "ABCD", ["20", "21.5", "22", "23"])
+    Answer(value='B', well_formed=True)
+    >>> choice_answer("Answer: B or C", "ABCD")
+    Answer(value=None, well_formed=False)
+
+    The answer is the last `Answer: X` whose X is a label: alone, or followed by its bracket, punctuation, or the option's own
+    text. Without one, the last line that consists of a label, or the last `option X` or `(X)`, is extracted. A letter in prose is
+    never an answer: "a" and "I" are English words.
+
+    Args:
+        labels: the labels of this example; any other letter is not an answer.
+        options: the options' texts in the order of `labels`. Without them, any text may follow a label and its bracket.
+    """
+    plain = to_ascii(response)
+    for line in reversed(plain.split("\n")):
+        for content in reversed(_MARKER.split(line)[1:]):
+            label = _leading_label(content, labels, options)
+            if label is not None:
+                return Answer(label, True)
+    return Answer(_mentioned_label(plain, labels), False)
+
+
+def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequence[str], gold: str) -> bool:
+    """Whether any recognisable choice of the response is the gold: a diagnostic, like `lenient_numeric_correct`.
+
+    Besides the answer of `choice_answer`, these are recognised: the last `\\boxed{B}`, "the answer is B", `Answer: B because ...`,
+    the last `option B`, a lone label or `B) ...` as the last line, and the option's own text as the last line or after `Answer:`.
+    """
+    return any(label is not None and label == gold for label in _lenient_labels(to_ascii(response), labels, options))
+
+
+_MARKER = re.compile(r"(?<![^\W_])answer[\s*_`]{0,8}+:", re.IGNORECASE)
+_MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
+_CHOICE_PHRASE = re.compile(
+    r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
+    re.IGNORECASE,
+)
+_VERB = re.compile(r"\s{1,8}+(?:is|was|as|because|since)(?!\w)")
+_WORD = re.compile(r"\w{1,8}+(?!\w)")
+_JOINER = re.compile(r"[\s)*\],/&]{1,8}+(?:(?:or|and)(?!\w))?+[\s(*\[]{0,8}+", re.IGNORECASE)
+_NEXT_LETTER = re.compile(r"\s{0,8}+[^\W\d_]")
+_ALTERNATIVE = re.compile(r"[\s*_`)(,/]{0,8}+(?:or|and|/|,)[\s*_`)(]{0,8}+", re.IGNORECASE)
+_OPENERS = " ([<\"'*$#"
+_CLOSERS = " )]>.,;:!?\"'*$"
+
+
+def _label_named(text: str, labels: Sequence[str]) -> str | None:
+    return next((label for label in labels if label.upper() == text.upper()), None)
+
+
+def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) -> str | None:
+    """The label that a line states, if nothing but the option's own text follows it."""
+    text = clean(content).lstrip(_OPENERS)
+    word = _WORD.match(text)
+    label = _label_named(word[0], labels) if word else None
+    if label is None:
+        return None
+    rest = text[len(label) :]
+    remainder = rest.strip(_CLOSERS).lstrip(_OPENERS)
+    if not remainder.strip("-\u2014 "):
+        return label
+    if text[0].islower() and rest[0] == " ":
+        return None  # "a car"
+    own_text = dict(zip(labels, options, strict=False)).get(label)
+    if own_text is None:
+        return label if rest[0] in ")].:" and not _names_a_label(remainder, labels) else None
+    undashed = remainder.removeprefix("- ").removeprefix("\u2014").removeprefix("= ")
+    return label if any(_same_option(found, own_text) for found in (remainder, undashed)) else None
+
+
+def _names_a_label(text: str, labels: Sequence[str]) -> bool:
+    return any(_label_named(word, labels) is not None for word in re.findall(r"\w++", text))
+
+
+def _same_option(found: str, option: str) -> bool:
+    """Whether a cleaned text is the option's own, up to case, spaces, typography, and the notation of a number."""
+    option = clean(to_ascii(option))
+    if _comparable(found) == _comparable(option):
+        return _comparable(found) != ""
+    values = stated_values(found)
+    return values is not None and len(values) == 1 and values == stated_values(option)
+
+
+def _comparable(cleaned: str) -> str:
+    return cleaned.lower().strip(_OPENERS + _CLOSERS)
+
+
+def _mentioned_label(plain: str, labels: Sequence[str]) -> str | None:
+    """The label of the last line that consists of one, or of the last `option X` or `(X)`, whichever comes later."""
+    for line in reversed(plain.split("\n")):
+        alone = _lone_label(line, labels)
+        if alone is not None:
+            return alone
+        mentions = [(label, match) for match in _MENTION.finditer(line) if (label := _mention(match, labels)) is not None]
+        if mentions:
+            label, last = mentions[-1]
+            for other, match in mentions[-2:-1]:
+                if other != label and _ALTERNATIVE.fullmatch(line[match.end() : last.start()][:40]):
+                    return None
+            return label
+    return None
+
+
+def _lone_label(line: str, labels: Sequence[str]) -> str | None:
+    if not line or len(line) > MAX_LINE_CHARACTERS:
+        return None
+    return _label_named(clean(line).strip(_OPENERS + _CLOSERS), labels)
+
+
+def _mention(match: re.Match[str], labels: Sequence[str]) -> str | None:
+    """The label that `option X` or `(X)` mentions; None if the letter is an English word, as in "the option I prefer"."""
+    word = match[1] or match[2]
+    if match[1] in ("a", "i", "I") and _is_prose(match.string, match.end()):
+        return None
+    return _label_named(word, labels)
+
+
+def _is_prose(text: str, end: int) -> bool:
+    """Whether the letter that ends here may be the English "a" or "I": another word follows that is not an option's verb."""
+    return _NEXT_LETTER.match(text, end) is not None and _VERB.match(text, end) is None
+
+
+def _lenient_labels(plain: str, labels: Sequence[str], options: Sequence[str]) -> Iterator[str | None]:
+    yield choice_answer(plain, labels, options).value
+    yield _mentioned_label(plain, labels)
+    for statement in (boxed(plain), after_last(_CHOICE_PHRASE, plain), after_last(_MARKER, plain)):
+        if statement:
+            yield _stated_label(statement, labels)
+            yield _label_of_text(statement, labels, options)
+    line = last_line(plain)
+    yield _lone_label(line, labels)
+    yield _leading_label(line, labels, options)
+    yield _label_of_text(line, labels, options)
+
+
+def _stated_label(statement: str, labels: Sequence[str]) -> str | None:
+    """The label at the start of a statement, unless it is an English word or one of several alternatives."""
+    text = statement.lstrip(_OPENERS)
+    word = _WORD.match(text)
+    if word is None or (word[0] in ("a", "A", "i", "I") and _is_prose(text, word.end())):
+        return None
+    joiner = _JOINER.match(text, word.end())
+    other = _WORD.match(text, joiner.end()) if joiner else None
+    if other and other[0] not in ("a", "i", "I") and _label_named(other[0], labels):
+        return None
+    return _label_named(word[0], labels)
+
+
+def _label_of_text(text: str, labels: Sequence[str], options: Sequence[str]) -> str | None:
+    """The label of the only option whose own text this is."""
+    if len(text) > MAX_LINE_CHARACTERS:
+        return None
+    matching = [label for label, option in zip(labels, options, strict=False) if _same_option(text, option)]
+    return matching[0] if len(matching) == 1 else None
