@@ -91,7 +91,7 @@ every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
         if not (case in EMPTY and method.name in WITH_STATISTICS)
     ],
 )
-def test_loss_and_gradients_equal_the_literal_equations(method, case, chunk, monkeypatch):
+def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, monkeypatch):
     """The gradients of the states and of a trained head, which the teacher shares without sending a gradient to it."""
     for module in (head_module, fire_head):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
