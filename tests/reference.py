@@ -1,4 +1,4 @@
-"""The paper's equations read literally, one token at a time, in 60-digit arithmetic. Slow, and meant to be."""
+"""The paper's equations read literally, one token at a time, in 60-digit arithmetic. Slow on purpose."""
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
-"""Veto, DemoPSD, TOP-D and TrOPD: values computed by hand, the printed equations read literally, and the methods on batches."""
+"""Veto, DemoPSD, TOP-D and TrOPD: values by hand, literal equations, properties, updates and sampling."""
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import statistics
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpmath import mp, mpf
 
+import literal
 import reference
 from firedistill.functional import (
     clipped_surrogate,
@@ -29,21 +32,16 @@ from firedistill.functional import (
     trust_acceptance,
     veto_target,
 )
-from firedistill.models.states import ResponseStates
-from firedistill.objectives import Averages, StepBatch, TrainingBatch, load_objective
+from firedistill.objectives import load_objective
 from firedistill.objectives.distributions import log_softmax
-from firedistill.ops import Head
-from firedistill.ops import head as head_module
+from firedistill.objectives.tropd import Prepared
 from firedistill.prompts import PromptEncoder, TokenBudget
-from firedistill.rollouts.engine import Prompt, Response, Rollout, Sampling
+from firedistill.rollout import Prompt, Response, Sampling
 from firedistill.rollouts.sampler import Sampler
-from firedistill.tasks import Example, Verdict
-from test_objectives import V, World
+from stubs import World, assert_printed, random_world
 from tiny import ToyTask, byte_tokenizer
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Values computed by hand, on a vocabulary of three tokens
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Values computed by hand, on a vocabulary of three tokens --------------------------------------------------------------------
 
 
 def logs(*probabilities):
@@ -52,12 +50,6 @@ def logs(*probabilities):
 
 P, Q = logs(0.5, 0.3, 0.2), logs(0.1, 0.6, 0.3)  # student and teacher
 PULL = [0.546878, -0.362649, -0.184229]  # logit gradient of KL(p || q)
-
-
-def assert_printed(found, expected, digits=6):
-    """Equal to a number that was printed with so many digits after the point."""
-    expected = torch.as_tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(torch.as_tensor(found, dtype=torch.float64), expected, rtol=0, atol=0.5001 * 10**-digits)
 
 
 def gradient(function, logits):
@@ -74,7 +66,7 @@ def test_the_toy_distributions_have_the_printed_divergences():
     assert_printed(induced_gradient(P, Q), PULL)
 
 
-# Veto
+# ---- Veto ------------------------------------------------------------------------------------------------------------------------
 
 
 def veto_loss(logits, teacher, beta):
@@ -129,7 +121,7 @@ def test_veto_with_a_uniform_student_or_teacher(beta):
     torch.testing.assert_close(veto_target(P, uniform, beta), (beta * P).log_softmax(-1))
 
 
-def test_veto_rests_where_the_student_is_the_teacher_to_the_power_of_1_over_1_minus_beta():
+def test_veto_is_stationary_where_the_student_is_the_teacher_to_the_power_of_1_over_1_minus_beta():
     student = logs(0.021739, 0.782609, 0.195652)
     assert_printed((2 * Q).log_softmax(-1).exp(), student.exp())
     assert_printed(veto_target(2 * Q, Q, 0.5).exp(), student.exp())
@@ -147,7 +139,7 @@ def test_veto_keeps_a_token_away_that_the_student_thinks_impossible(dtype):
         assert float(slope[1]) == pytest.approx(-mass, abs=1e-6)
 
 
-# DemoPSD
+# ---- DemoPSD ---------------------------------------------------------------------------------------------------------------------
 
 
 def demopsd_loss(logits, reference_logits, teacher, alpha_max=0.15, beta=50.0):
@@ -254,7 +246,7 @@ def test_jensen_shannon_of_disjoint_and_of_underflowing_distributions(dtype):
     assert torch.isfinite(reverse_kl(far, target)) and torch.isfinite(gradient(lambda z: reverse_kl(z, target), far)).all()
 
 
-# TOP-D
+# ---- TOP-D -----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -330,7 +322,7 @@ def test_top_d_with_a_teacher_equal_to_the_old_student_has_no_advantage():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_equal_returns_have_a_deviation_of_zero(dtype):
-    """Three times 0.1 is not 0.3: a deviation of a rounding error would blow equal returns up to size 1."""
+    """Three times 0.1 is not 0.3: a standard deviation of one rounding error would scale equal returns to size 1."""
     returns, mask = torch.full((5, 7), 0.1, dtype=dtype), torch.ones(5, 7)
     assert pooled_advantages(returns, mask, torch.zeros(5, dtype=torch.long)).abs().max() < 1e-9
 
@@ -356,7 +348,7 @@ def test_top_d_clips_what_would_be_gained_not_what_would_be_lost(ratio, advantag
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_a_ratio_beyond_all_numbers_is_clipped_like_any_other(cap, dtype):
-    """exp(800) overflows in both precisions; clipped, its value and its gradient are those of any large ratio."""
+    """exp(800) overflows in both precisions; after clipping, value and gradient are those of any large ratio."""
     old = torch.tensor([-801.0, -801.0], dtype=dtype)
     live, advantages = torch.full_like(old, -1.0), torch.tensor([1.0, 0.0], dtype=dtype)
     assert (-clipped_surrogate(live, old, advantages, 0.2, cap)).tolist() == pytest.approx([1.2, 0.0])
@@ -379,18 +371,18 @@ def test_top_d_with_the_teacher_alone_and_immediate_rewards_is_plain_distillatio
     assert_printed(gradient(lambda z: P.exp() @ clipped_surrogate(z.log_softmax(-1), P, reward, 0.2), P), PULL)
 
 
-# TrOPD
+# ---- TrOPD -----------------------------------------------------------------------------------------------------------------------
 
 EVERY_TOKEN = torch.arange(3)
 
 
 def token_class(name):
-    """`trusted`, `prefix` for three tokens of one class."""
+    """The masks `trusted` and `prefix` for three tokens of one class."""
     return torch.full((3,), name == "trusted"), torch.full((3,), name == "prefix")
 
 
 def tropd_rows(name, top_k=64, old=P, beta=1e-3):
-    """`[3]` losses and `[3, 3]` logit gradients of the three tokens of the toy as one class."""
+    """`[3]` losses and `[3, 3]` logit gradients of the three tokens of the toy, all in one class."""
 
     def loss(z):
         return tropd_token_loss(z, Q.expand(3, 3), old, EVERY_TOKEN, *token_class(name), top_k, beta)
@@ -476,7 +468,7 @@ def test_tropd_does_not_trust_a_token_that_the_teacher_forbids(forbidden, dtype)
     torch.testing.assert_close(slope, student.softmax(-1) - teacher.softmax(-1))
 
 
-def test_tropd_has_nothing_to_do_for_a_student_that_equals_its_teacher():
+def test_tropd_has_no_loss_for_a_student_that_equals_its_teacher():
     assert (trust_acceptance(P, P) == 1).all()
 
     def loss(z):
@@ -486,9 +478,7 @@ def test_tropd_has_nothing_to_do_for_a_student_that_equals_its_teacher():
     assert (gradient(loss, P.expand(3, 3)) == 0).all()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The printed equations, read literally in 60 digits
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ---- The printed equations, read literally in 60 digits --------------------------------------------------------------------------
 
 REGIMES = ["mild", "large", "all but equal", "nearly deterministic", "nearly deterministic, large", "forbidden"]
 
@@ -514,7 +504,7 @@ def regime(name, seed, vocabulary=13, rows=()):
 
 
 def in_words(logits):
-    """A row of logits as numbers of 60 digits, softmaxed."""
+    """Probabilities of `[V]` logits in 60 digits."""
     return reference.softmax([mpf(v) for v in logits.tolist()])
 
 
@@ -523,7 +513,7 @@ def mp_divergence(a, b):
 
 
 def assert_close(found, expected, tolerance=1e-9):
-    """Relative to the largest element, per row."""
+    """Equal relative to the largest element of each distribution."""
     expected = torch.as_tensor(expected, dtype=torch.float64)
     scale = expected.abs() if expected.dim() == 0 else expected.abs().amax(-1, keepdim=True)
     error = (found.double() - expected).abs() / scale.clamp(min=1e-300)
@@ -645,9 +635,7 @@ def test_tropd_equals_the_literal_equations(name, top_k):
             assert float(trust_acceptance(log_softmax(teacher)[token], log_old)) == pytest.approx(float(accepted), rel=1e-9)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Float32 against float64, on logits as language models have them
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Float32 against float64, on logits as language models have them -------------------------------------------------------------
 
 SINGLE = 1e-5
 
@@ -742,9 +730,7 @@ def test_a_token_forbidden_by_minus_infinity_leaves_everything_finite(dtype):
     torch.testing.assert_close(proximal_rewards(log_softmax(teacher)[:, 2], old, 0.2), floor)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Properties
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ---- Properties ------------------------------------------------------------------------------------------------------------------
 
 seeds = st.integers(0, 2**31).map(lambda seed: torch.Generator().manual_seed(seed))
 quickly = settings(max_examples=40, deadline=None)
@@ -756,7 +742,7 @@ def rows_of_logits(generator, spread, gap):
 
 
 def every_loss(student, teacher, other, old, tokens, beta=0.8):
-    """The token losses of the three methods that see whole distributions, and their logit gradients."""
+    """Token losses and logit gradients of the three methods that compare complete distributions."""
     losses = {
         "veto": lambda z: veto_loss(z, teacher, beta),
         "demopsd": lambda z: demopsd_loss(z, other, teacher),
@@ -885,285 +871,65 @@ def test_log_softmax_has_the_gradient_of_log_softmax():
     assert_close(log_softmax(logits.detach()), logits.detach().log_softmax(-1), 1e-14)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------
-# The methods on batches
-# ----------------------------------------------------------------------------------------------------------------------------------
+# ---- The methods on batches ------------------------------------------------------------------------------------------------------
 
 
-class Step(World):
-    """Responses to several prompts, one of which was left out altogether; a teacher also without feedback; a student that moves."""
-
-    def __init__(self, lengths=(5, 1, 7, 3, 2), prompts=(4, 4, 0, 0, 0), prefixes=(0, 0, 4, 0, 0), seed=0, gap=1.0, **options):
-        super().__init__(lengths, [row % 2 == 0 for row in range(len(lengths))], seed, gap=gap, fields=0, **options)
-        self.generator = torch.Generator().manual_seed(seed + 1)
-        self.sampled_from = self.student
-        self.prompts = len(set(prompts)) + 1
-        for rollout, prompt, prefix, views in zip(self.rollouts, prompts, prefixes, self.views, strict=True):
-            rollout.prompt_index, rollout.prefix_length = prompt, prefix
-            views["none"] = views["full"] + gap * self.noise(views["full"])
-
-    def noise(self, like):
-        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
-
-    def move(self, size=0.3):
-        """What updates do to the student."""
-        self.student = [states + size * self.noise(states) for states in self.student]
-
-    def step_batch(self, seed=0, rollouts=None):
-        def states(rollouts, of):
-            rows = [self.rollouts.index(rollout) for rollout in rollouts]
-            hidden = torch.cat([of(row) for row in rows]).to(self.dtype)
-            return ResponseStates(hidden, [self.lengths[row] for row in rows])
-
-        return StepBatch(
-            rollouts=self.rollouts if rollouts is None else rollouts,
-            prompts=self.prompts,
-            progress=0.0,
-            seed=seed,
-            student=lambda rollouts: states(rollouts, lambda row: self.student[row]),
-            teacher=lambda rollouts, views: [states(rollouts, lambda row, v=v: self.views[row][v]) for v in views],
-            head=self.head,
-            teacher_head=self.head,
-        )
-
-    def batch(self, order=None, progress=0.25):
-        batch = super().batch(order)
-        batch.responses, batch.prompts, batch.progress = self.prompts * 3, self.prompts, progress
-        return batch
-
-    def logits(self, row):
-        """What a literal reading needs of a response: logits of the student that sampled it, of teacher and reference; tokens."""
-        weight = self.projection.weight.double()
-        views = self.views[row]
-        tokens = torch.tensor(self.rollouts[row].response_ids, dtype=torch.long)
-        return self.sampled_from[row] @ weight.T, views["full"] @ weight.T, views["none"] @ weight.T, tokens
-
-    def dense(self, token_losses, per_prompt):
-        """The loss and its gradient from `token_losses(row, student_logits)`, with all logits at once and plain autograd."""
-        hidden = torch.cat(self.student).requires_grad_()
-        total = hidden.sum() * 0
-        for row, states in enumerate(hidden.split(self.lengths)):
-            if not len(states):
-                continue
-            mine = self.rollouts[row].prompt_index
-            group = [n for n, rollout in zip(self.lengths, self.rollouts, strict=True) if rollout.prompt_index == mine]
-            divisor = sum(group) * self.prompts if per_prompt else len(states) * self.prompts * 3
-            total = total + token_losses(row, states @ self.projection.weight.double().T).sum() / divisor
-        total.backward()
-        return total.detach(), hidden.grad
+def two_groups(prefix=4, **options) -> World:
+    """Two responses to one prompt and three to another; a teacher also without feedback. Correct and wrong ones alternate."""
+    case = [[(5, True), (1, False)], [(7, True, prefix), (3, False), (2, True)]]
+    return random_world(case, views=("none",), **options)
 
 
-def literal_veto(step, beta):
-    def losses(row, z):
-        _, teacher, _, _ = step.logits(row)
-        product = teacher.softmax(-1) * z.detach().softmax(-1) ** beta
-        target = product / product.sum(-1, keepdim=True)
-        return (target * (target.log() - z.log_softmax(-1))).sum(-1)
-
-    return step.dense(losses, per_prompt=False)
-
-
-def literal_demopsd(step, alpha_max=0.15, beta=50.0, reference="ema"):
-    def losses(row, z):
-        _, teacher, other, _ = step.logits(row)
-        q, s = teacher.softmax(-1), (other if reference == "ema" else z.detach()).softmax(-1)
-        middle = (q + s) / 2
-        divergence = 0.5 * (s * (s / middle).log()).sum(-1) + 0.5 * (q * (q / middle).log()).sum(-1)
-        alpha = 2 * alpha_max * (torch.sigmoid(beta * divergence) - 0.5)[:, None]
-        product = q ** (1 - alpha) * s**alpha
-        target = product / product.sum(-1, keepdim=True)
-        return (z.softmax(-1) * (z.log_softmax(-1) - target.log())).sum(-1)
-
-    return step.dense(losses, per_prompt=False)
-
-
-def literal_top_d(step, alpha=0.2, clip=0.2):
-    old_log_probs, returns = {}, {}
-    for row in range(len(step.lengths)):
-        old, teacher, _, tokens = step.logits(row)
-        log_p, log_q = (x.log_softmax(-1).gather(-1, tokens[:, None])[:, 0].tolist() for x in (old, teacher))
-        rewards = [math.log(alpha * math.exp(b - a) + 1 - alpha) for a, b in zip(log_p, log_q, strict=True)]
-        old_log_probs[row] = torch.tensor(log_p, dtype=torch.float64)
-        returns[row] = [r + (statistics.fmean(rewards[k + 1 :]) if rewards[k + 1 :] else 0.0) for k, r in enumerate(rewards)]
-
-    def losses(row, z):
-        mine = step.rollouts[row].prompt_index
-        pooled = [value for r, values in returns.items() if step.rollouts[r].prompt_index == mine for value in values]
-        mean, deviation = statistics.fmean(pooled), statistics.pstdev(pooled)
-        advantages = torch.tensor([(value - mean) / (deviation + 1e-6) for value in returns[row]], dtype=torch.float64)
-        tokens = torch.tensor(step.rollouts[row].response_ids)
-        ratio = z.softmax(-1).gather(-1, tokens[:, None])[:, 0] / old_log_probs[row].exp()
-        return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-
-    return step.dense(losses, per_prompt=True)
-
-
-def literal_tropd(step, beta=1e-3, top_k=64):
-    def losses(row, z):
-        _, teacher, _, tokens = step.logits(row)
-        rollout, q, log_p = step.rollouts[row], teacher.softmax(-1), z.log_softmax(-1)
-        found = []
-        for t, y in enumerate(tokens.tolist()):
-            ratio = float(q[t, y] / z[t].detach().softmax(-1)[y])
-            if t < rollout.prefix_length:
-                found.append(-beta * log_p[t, y])
-            elif float(rollout.coefficients["uniform"][t]) < min(1.0, ratio):
-                found.append(-math.log(ratio) * log_p[t, y])
-            else:
-                best = sorted(range(V), key=lambda v, t=t: -float(q[t, v]))[:top_k]
-                found.append(sum(q[t, v] * (q[t, v].log() - log_p[t, v]) for v in best))
-        return torch.stack(found)
-
-    return step.dense(losses, per_prompt=True)
-
-
-METHODS = {
-    "veto": ("veto", {}, lambda step: literal_veto(step, 0.8 * 0.75)),
-    "veto, other schedule": ("veto", {"beta_start": 0.2, "beta_end": 1.0}, lambda step: literal_veto(step, 0.4)),
-    "demopsd": ("demopsd", {}, literal_demopsd),
-    "demopsd, other settings": ("demopsd", {"alpha_max": 0.7, "beta": 2.0}, lambda step: literal_demopsd(step, 0.7, 2.0)),
-    "demopsd, student": ("demopsd", {"reference": "student"}, lambda step: literal_demopsd(step, reference="student")),
-    "top_d": ("top_d", {}, literal_top_d),
-    "top_d, other settings": ("top_d", {"alpha": 0.7, "clip": 0.05}, lambda step: literal_top_d(step, 0.7, 0.05)),
-    "tropd": ("tropd", {}, literal_tropd),
-    "tropd, other settings": ("tropd", {"top_k": 3, "beta": 0.5}, lambda step: literal_tropd(step, 0.5, 3)),
-}
-
-
-def prepared(case, step, seed=0):
-    """The method, after it has seen the step; the student has moved on since."""
-    name, method_settings, _ = METHODS[case]
-    objective = load_objective(name, method_settings)
-    objective.prepare(step.step_batch(seed))
-    step.move()
-    return objective
-
-
-def loss_and_gradient(objective, batch):
-    loss = objective.loss(batch)
-    loss.backward()
-    return loss.detach(), batch.student.hidden.grad
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-@pytest.mark.parametrize("case", METHODS)
-def test_loss_and_gradient_equal_the_dense_form(case, chunk, monkeypatch):
-    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", chunk * V)
-    step = Step()
-    loss, slope = loss_and_gradient(prepared(case, step), step.batch())
-    expected_loss, expected_slope = METHODS[case][2](step)
-    assert float(expected_slope.norm()) > 1e-4
-    torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", METHODS)
-@pytest.mark.parametrize("lengths", [(1,), (3, 0, 2), (0, 4)])
-def test_one_token_and_empty_responses(case, lengths):
-    step = Step(lengths, prompts=(0, 0, 1)[: len(lengths)], prefixes=(0, 0, 1)[: len(lengths)])
-    loss, slope = loss_and_gradient(prepared(case, step), step.batch())
-    expected_loss, expected_slope = METHODS[case][2](step)
-    torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("case", METHODS)
-def test_a_step_without_rollouts_prepares_nothing(case):
-    name, method_settings, _ = METHODS[case]
-    load_objective(name, method_settings).prepare(Step().step_batch(rollouts=[]))
-
-
-@pytest.mark.parametrize("case", METHODS)
-@pytest.mark.parametrize("split", [[[4, 2], [0], [3, 1]], [[4, 3, 2, 1, 0]], [[0], [1], [2], [3], [4]]], ids=str)
-def test_order_and_split_change_nothing(case, split):
-    step = Step()
-    objective = prepared(case, step)
-    loss, slope = loss_and_gradient(objective, step.batch())
-    parts, slopes = [], {}
-    for order in split:
-        batch = step.batch(order)
-        part, part_slope = loss_and_gradient(objective, batch)
-        parts.append(part)
-        slopes |= dict(zip(order, part_slope.split(batch.student.lengths), strict=True))
-    torch.testing.assert_close(sum(parts), loss)
-    torch.testing.assert_close(torch.cat([slopes[row] for row in range(5)]), slope)
-
-
-@pytest.mark.parametrize("case", METHODS)
-def test_float32_states_give_the_float64_loss(case):
-    single, double = Step(dtype=torch.float32), Step()
-    loss, slope = loss_and_gradient(prepared(case, single), single.batch())
-    exact_loss, exact_slope = loss_and_gradient(prepared(case, double), double.batch())
-    assert loss.dtype == slope.dtype == torch.float32
-    scale = float(exact_slope.abs().max())
-    assert float((slope - exact_slope).abs().max()) <= 1e-5 * scale
-    assert abs(float(loss - exact_loss)) <= 1e-5 * max(abs(float(exact_loss)), scale)
-
-
-@pytest.mark.parametrize(
-    ("case", "views"),
-    [
-        ("veto", {"full"}),
-        ("demopsd", {"full", "none"}),
-        ("demopsd, student", {"full"}),
-        ("top_d", set()),
-        ("tropd", {"full"}),
-    ],
-)
-def test_no_view_is_scored_that_cannot_matter(case, views):
-    """Once per response and view, correct or not; TOP-D has frozen what it needs."""
-    step = Step()
-    objective = prepared(case, step)
-    objective.loss(step.batch())
-    assert sorted(step.asked) == sorted((row, view) for row in range(5) for view in views)
-    assert all(objective.trains(rollout) and objective.needs_teacher(rollout) for rollout in step.rollouts)
-
-
-# Limits
+# ---- Limits ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_demopsd_without_leak_is_full_context():
-    step = Step()
-    found = loss_and_gradient(load_objective("demopsd", {"alpha_max": 0.0}), step.batch())
-    for a, b in zip(found, loss_and_gradient(load_objective("full_context"), step.batch()), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    world = two_groups()
+    found = world.run(load_objective("demopsd", {"alpha_max": 0.0}))
+    expected = world.run(load_objective("full_context"))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(("method_settings", "progress"), [({"beta_start": 0.0}, 0.0), ({}, 1.0)])
 def test_veto_at_its_end_is_forward_kl_to_the_teacher(method_settings, progress):
-    step = Step()
+    world = two_groups()
 
-    def losses(row, z):
-        teacher = step.logits(row)[1]
-        return torch.nn.functional.kl_div(z.log_softmax(-1), teacher.log_softmax(-1), log_target=True, reduction="none").sum(-1)
+    def forward_kls(logits):
+        pairs = zip(logits, world.logits(), strict=True)
+        losses = [
+            torch.nn.functional.kl_div(z.log_softmax(-1), q.log_softmax(-1), log_target=True, reduction="none")
+            for z, q in pairs
+        ]
+        return literal.mean_of_responses(world, 1, [of_one.sum(-1) for of_one in losses])
 
-    found = loss_and_gradient(load_objective("veto", method_settings), step.batch(progress=progress))
-    for a, b in zip(found, step.dense(losses, per_prompt=False), strict=True):
-        torch.testing.assert_close(a, b.reshape(a.shape), rtol=1e-10, atol=1e-12)
+    found, expected = world.run(load_objective("veto", method_settings), progress=progress), world.literal(forward_kls)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    ("case", "still"),
-    [("veto", False), ("demopsd", True), ("demopsd, student", True), ("top_d", True), ("tropd", True)],
+    ("method", "method_settings"),
+    [("demopsd", {}), ("demopsd", {"reference": "student"}), ("top_d", {}), ("tropd", {})],
+    ids=str,
 )
-def test_a_teacher_that_equals_the_student_moves_only_veto(case, still, dtype):
-    step = Step(gap=0.0, prefixes=(0, 0, 0, 0, 0), dtype=dtype)
-    name, method_settings, _ = METHODS[case]
-    objective = load_objective(name, method_settings)
-    objective.prepare(step.step_batch())
-    loss, slope = loss_and_gradient(objective, step.batch(progress=0.0))
-    if still:
-        tiny = 1e-14 if dtype is torch.float64 else 1e-6  # of the rounded target, where there is one
-        assert abs(float(loss)) <= tiny and float(slope.abs().max()) <= (tiny if name == "demopsd" else 0.0)
-        assert name == "demopsd" or float(loss) == 0.0
-    else:
-        assert float(loss) > 0.01 and float(slope.norm()) > 0.01
-        loss, slope = loss_and_gradient(objective, step.batch(progress=1.0))
-        assert abs(float(loss)) <= 1e-6 and float(slope.abs().max()) <= 1e-6
+def test_a_teacher_that_equals_the_student_moves_nothing(method, method_settings, dtype):
+    result = two_groups(prefix=0, gap=0.0, dtype=dtype).run(load_objective(method, method_settings))
+    tiny = 1e-14 if dtype is torch.float64 else 1e-6  # of the rounded target, where there is one
+    assert abs(float(result.loss)) <= tiny and float(result.gradient.abs().max()) <= (tiny if method == "demopsd" else 0.0)
+    assert method == "demopsd" or float(result.loss) == 0.0
 
 
-# Veto's schedule
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_teacher_that_equals_the_student_moves_veto_until_its_end(dtype):
+    world = two_groups(gap=0.0, dtype=dtype)
+    start, end = (world.run(load_objective("veto"), progress=progress) for progress in (0.0, 1.0))
+    assert float(start.loss) > 0.01 and float(start.gradient.norm()) > 0.01
+    assert abs(float(end.loss)) <= 1e-6 and float(end.gradient.abs().max()) <= 1e-6
+
+
+# ---- Veto's schedule -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("steps", [2, 7, 200])
@@ -1175,18 +941,17 @@ def test_vetos_exponent_falls_in_a_line_from_start_to_end(steps):
     assert all(a > b for a, b in zip(betas, betas[1:], strict=False))
 
 
-def test_veto_reads_its_schedule_off_the_batch():
-    step = Step()
-    for progress in (0.0, 0.5, 1.0):
-        batch = step.batch(progress=progress)
-        loss, slope = loss_and_gradient(load_objective("veto"), batch)
-        expected_loss, expected_slope = literal_veto(step, 0.8 * (1 - progress))
-        torch.testing.assert_close(loss, expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(slope, expected_slope, rtol=1e-9, atol=1e-12)
-        assert batch.averages.means()["veto_beta"] == pytest.approx(0.8 * (1 - progress))
+@pytest.mark.parametrize("progress", [0.0, 0.5, 1.0])
+def test_veto_reads_the_progress_of_the_batch(progress):
+    world = two_groups()
+    found = world.run(load_objective("veto"), progress=progress)
+    expected = literal.literal(world, "veto", beta=0.8 * (1 - progress))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=1e-9, atol=1e-12)
+    assert found.metrics["veto_beta"] == pytest.approx(0.8 * (1 - progress))
 
 
-# TOP-D's updates
+# ---- TOP-D's updates -------------------------------------------------------------------------------------------------------------
 
 
 def test_top_d_makes_an_update_per_prompt_in_a_seeded_order():
@@ -1209,119 +974,96 @@ def test_top_d_passes_over_the_step_several_times():
 
 
 def test_top_d_keeps_the_old_log_probabilities_between_updates():
-    step = Step()
-    objective = load_objective("top_d")
-    objective.prepare(step.step_batch())
-    frozen = [{k: torch.as_tensor(v).clone() for k, v in r.coefficients.items()} for r in step.rollouts]
-    for row, rollout in enumerate(step.rollouts):
-        old, _, _, tokens = step.logits(row)
-        torch.testing.assert_close(rollout.coefficients["old_log_probs"], old.log_softmax(-1).gather(-1, tokens[:, None])[:, 0])
-    first = step.batch()
-    loss, slope = loss_and_gradient(objective, first)
-    assert abs(float(loss)) < 1e-9 and float(slope.norm()) > 1e-3, "the surrogate is 0 at first, its gradient is not"
-    assert first.averages.means()["top_d_ratio_max"] == pytest.approx(1.0)
+    world, objective = two_groups(), load_objective("top_d")
+    world.prepare(objective)
+    for row, logits in enumerate(world.logits("student")):
+        old = logits.log_softmax(-1).gather(-1, world.tokens(row)[:, None])[:, 0]
+        torch.testing.assert_close(world.prepared[row].old_log_probs, old)
+    frozen = copy.deepcopy(world.prepared)
+    first = world.backward(objective)
+    assert abs(float(first.loss)) < 1e-9 and float(first.gradient.norm()) > 1e-3, (
+        "the surrogate starts at 0, its gradient does not"
+    )
+    assert first.metrics["top_d_ratio_max"] == pytest.approx(1.0)
     for _ in range(2):
-        step.move()
-        moved = step.batch()
-        loss_and_gradient(objective, moved)
-        assert moved.averages.means()["top_d_ratio_max"] > 1.2 and moved.averages.means()["top_d_clip_fraction"] > 0
-    for before, rollout in zip(frozen, step.rollouts, strict=True):
-        assert before.keys() == rollout.coefficients.keys()
-        for name, value in before.items():
-            assert torch.equal(value, torch.as_tensor(rollout.coefficients[name]))
+        world.move()
+        moved = world.backward(objective).metrics
+        assert moved["top_d_ratio_max"] > 1.2 and moved["top_d_clip_fraction"] > 0
+    for row, before in frozen.items():
+        after = world.prepared[row]
+        assert after.group_tokens == before.group_tokens
+        assert torch.equal(after.old_log_probs, before.old_log_probs) and torch.equal(after.advantages, before.advantages)
 
 
 def test_top_d_groups_do_not_mix_when_a_rollout_is_dropped():
-    whole, partial = Step(), Step()
-    objective = load_objective("top_d")
-    objective.prepare(whole.step_batch())
-    objective.prepare(partial.step_batch(rollouts=[partial.rollouts[row] for row in (4, 0, 1, 3)]))
+    whole, partial, objective = two_groups(), two_groups(), load_objective("top_d")
+    whole.prepare(objective)
+    partial.prepare(objective, [4, 0, 1, 3])
     for row in (0, 1):  # the other prompt
-        torch.testing.assert_close(
-            partial.rollouts[row].coefficients["advantages"], whole.rollouts[row].coefficients["advantages"]
-        )
-        assert partial.rollouts[row].coefficients["group_tokens"] == whole.rollouts[row].coefficients["group_tokens"] == 6
-    assert [whole.rollouts[row].coefficients["group_tokens"] for row in (2, 3, 4)] == [12] * 3
-    assert [partial.rollouts[row].coefficients["group_tokens"] for row in (3, 4)] == [5] * 2
-    assert "advantages" not in partial.rollouts[2].coefficients
+        torch.testing.assert_close(partial.prepared[row].advantages, whole.prepared[row].advantages)
+        assert partial.prepared[row].group_tokens == whole.prepared[row].group_tokens == 6
+    assert [whole.prepared[row].group_tokens for row in (2, 3, 4)] == [12] * 3
+    assert [partial.prepared[row].group_tokens for row in (3, 4)] == [5] * 2
+    assert 2 not in partial.prepared
     for group in ((0, 1), (2, 3, 4)):
-        advantages = torch.cat([whole.rollouts[row].coefficients["advantages"] for row in group])
+        advantages = torch.cat([whole.prepared[row].advantages for row in group])
         assert abs(float(advantages.sum())) < 1e-9 and float(advantages.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
 
 
-# TrOPD's mask
+# ---- TrOPD's mask ----------------------------------------------------------------------------------------------------------------
 
 
 def test_tropds_seed_changes_the_acceptance_draws_and_nothing_else():
-    first, again, other = Step(), Step(), Step()
-    for step, seed in ((first, 7), (again, 7), (other, 8)):
-        load_objective("tropd").prepare(step.step_batch(seed))
-    draws = [torch.cat([r.coefficients["uniform"] for r in step.rollouts]) for step in (first, again, other)]
+    first, again, other = two_groups(), two_groups(), two_groups()
+    objective = load_objective("tropd")
+    for world, seed in ((first, 7), (again, 7), (other, 8)):
+        world.prepare(objective, seed=seed)
+    draws = [torch.cat([world.prepared[row].uniform for row in range(5)]) for world in (first, again, other)]
     assert torch.equal(draws[0], draws[1])
     assert (draws[0] != draws[2]).all() and len(draws[0].unique()) == len(draws[0])
     assert ((draws[0] >= 0) & (draws[0] < 1)).all()
-    for a, b in zip(first.rollouts, other.rollouts, strict=True):
-        assert a.coefficients.keys() == b.coefficients.keys() == {"uniform", "prefix", "group_tokens"}
-        assert torch.equal(a.coefficients["prefix"], b.coefficients["prefix"])
-        assert a.coefficients["group_tokens"] == b.coefficients["group_tokens"]
-    assert first.rollouts[2].coefficients["prefix"].tolist() == [1, 1, 1, 1, 0, 0, 0]
+    for world in (first, other):
+        assert all(vars(prepared).keys() == {"uniform", "group_tokens"} for prepared in world.prepared.values())
+        assert [world.prepared[row].group_tokens for row in range(5)] == [6, 6, 12, 12, 12]
+        assert world.backward(objective).metrics["tropd_prefix_share"] == pytest.approx(4 / 18)
 
 
-def toy_batch(tokens, uniform, prefix=0):
-    """One rollout over the three tokens of the toy: the hidden states are its logits."""
-    projection = torch.nn.Linear(3, 3, bias=False).double().requires_grad_(False)
-    projection.weight.copy_(torch.eye(3))
-    rollout = Rollout(Example("toy/0", "?", "1"), [1], Response(list(tokens), "", True), Verdict(False, None, "1"))
-    rollout.prefix_length = prefix
-    rows = len(tokens)
-    rollout.coefficients = {
-        "uniform": torch.as_tensor(uniform),
-        "prefix": (torch.arange(rows) < prefix).double(),
-        "group_tokens": rows,
-    }
-    return TrainingBatch(
-        rollouts=[rollout],
-        student=ResponseStates(P.repeat(rows, 1).requires_grad_(), [rows]),
-        head=Head(projection),
-        teacher_head=Head(projection),
-        teacher=lambda rows_, views: [ResponseStates(Q.repeat(rows, 1), [rows]) for _ in views],
-        averages=Averages(),
-    )
+def toy(tokens, uniform=None, prefix=0) -> World:
+    """One response over the three tokens of the toy."""
+    count = len(tokens)
+    world = World([P.repeat(count, 1)], [Q.repeat(count, 1)], [tokens], [False], prefixes=[prefix])
+    if uniform is not None:
+        world.prepared = {0: Prepared(count, torch.as_tensor(uniform))}
+    return world
 
 
 def test_tropd_expects_the_printed_gradient_over_all_tokens_and_draws():
     """Every token as often as the student samples it, with every tenth of the unit interval as its draw."""
     tokens = [y for y, count in enumerate((5, 3, 2)) for _ in range(count * 10)]
-    batch = toy_batch(tokens, [(k % 10 + 0.5) / 10 for k in range(100)])
-    _, slope = loss_and_gradient(load_objective("tropd", {"top_k": 3}), batch)
-    assert_printed(slope.sum(0), [0.384990, -0.289516, -0.095474])
-    assert batch.averages.means()["tropd_trusted"] == pytest.approx(0.6)
+    result = toy(tokens, [(k % 10 + 0.5) / 10 for k in range(100)]).backward(load_objective("tropd", {"top_k": 3}))
+    assert_printed(result.gradient.sum(0), [0.384990, -0.289516, -0.095474])
+    assert result.metrics["tropd_trusted"] == pytest.approx(0.6)
 
 
 def test_tropd_trusts_as_often_as_student_and_teacher_overlap():
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.multinomial(P.exp(), 20_000, replacement=True, generator=generator).tolist()
-    batch = toy_batch(tokens, torch.zeros(len(tokens)))
-    step = Step().step_batch(seed=3, rollouts=batch.rollouts)
-    objective = load_objective("tropd")
-    objective.prepare(step)
-    objective.loss(batch)
-    assert batch.averages.means()["tropd_trusted"] == pytest.approx(0.6, abs=4 * math.sqrt(0.6 * 0.4 / 20_000))
+    world = toy(torch.multinomial(P.exp(), 20_000, replacement=True, generator=generator).tolist())
+    world.prepare(load_objective("tropd"), seed=3)
+    trusted = world.backward(load_objective("tropd")).metrics["tropd_trusted"]
+    assert trusted == pytest.approx(0.6, abs=4 * math.sqrt(0.6 * 0.4 / 20_000))
 
 
 def test_tropd_prefix_counts_in_the_divisor_but_is_neither_trusted_nor_an_outlier():
-    batch = toy_batch([2, 2, 1, 1], [0.0, 0.99, 0.0, 0.0], prefix=2)
-    loss, slope = loss_and_gradient(load_objective("tropd"), batch)
+    result = toy([2, 2, 1, 1], [0.0, 0.99, 0.0, 0.0], prefix=2).backward(load_objective("tropd"))
     one_hot = torch.eye(3, dtype=torch.float64)
-    torch.testing.assert_close(slope[:2], (1e-3 * (P.exp() - one_hot[2]) / 4).expand(2, 3))
-    torch.testing.assert_close(slope[2:], (math.log(2) * (P.exp() - one_hot[1]) / 4).expand(2, 3))
-    assert_printed(loss, (2e-3 * -math.log(0.2) + 2 * math.log(2) * -math.log(0.3)) / 4, digits=12)
-    means = batch.averages.means()
-    assert means["tropd_trusted"] == 1.0 and means["tropd_prefix_share"] == 0.5
-    assert means["tropd_reward"] == pytest.approx(math.log(2))
+    torch.testing.assert_close(result.gradient[:2], (1e-3 * (P.exp() - one_hot[2]) / 4).expand(2, 3))
+    torch.testing.assert_close(result.gradient[2:], (math.log(2) * (P.exp() - one_hot[1]) / 4).expand(2, 3))
+    assert_printed(result.loss, (2e-3 * -math.log(0.2) + 2 * math.log(2) * -math.log(0.3)) / 4, digits=12)
+    assert result.metrics["tropd_trusted"] == 1.0 and result.metrics["tropd_prefix_share"] == 0.5
+    assert result.metrics["tropd_reward"] == pytest.approx(math.log(2))
 
 
-# What TrOPD and TOP-D sample
+# ---- Sampling --------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("k", "cap"), [(0, 384), (50, 327), (99, 194), (100, 190), (150, 55), (198, 0), (199, 0)])
@@ -1330,7 +1072,7 @@ def test_tropds_longest_prefix_over_200_steps(k, cap):
 
 
 class ScriptedEngine:
-    """Tells who was asked for what; the teacher answers with prepared drafts, the student with as many tokens as it may."""
+    """Records its calls. The teacher returns prepared drafts, the student as many tokens as the limits allow, up to 4."""
 
     def __init__(self, drafts):
         self.drafts, self.who, self.calls = drafts, "student", []
@@ -1349,25 +1091,26 @@ class ScriptedEngine:
 
 
 def sampled(method, drafts, progress=0.0, method_settings=None, max_new_tokens=8, context=2560):
-    """Rollouts on as many prompts as there are drafts; the prompts, the engine and the encoder."""
+    """Rollouts for one prompt per draft, the prompts, the engine and the encoder."""
     task, encoder, engine = ToyTask(), PromptEncoder(byte_tokenizer()), ScriptedEngine(drafts)
-    prompts = [Prompt(example, [20 + k, 30], index=k) for k, example in enumerate(task.examples("train", len(drafts)))]
-    law = Sampling(max_new_tokens=max_new_tokens)
-    sampler = Sampler(engine, task, encoder, law, TokenBudget(context=context), engine.teacher, seed=11)
+    prompts = [Prompt(example, [20 + k, 30], index=10 + k) for k, example in enumerate(task.examples("train", len(drafts)))]
+    teacher = SimpleNamespace(weights=SimpleNamespace(applied=engine.teacher))
+    budget, sampling = TokenBudget(context=context), Sampling(max_new_tokens=max_new_tokens)
+    sampler = Sampler(engine, task, encoder, sampling, budget, teacher, seed=11)
     return load_objective(method, method_settings).sample(sampler, prompts, progress), prompts, engine, encoder
 
 
 def test_tropd_samples_four_ordinary_responses_and_a_guided_one_per_prompt():
     drafts = [[*range(40, 49), 2], [50, 51, 2]]
     rollouts, prompts, engine, encoder = sampled("tropd", drafts, method_settings={"max_prefix": 5})
-    assert [r.prompt_index for r in rollouts] == [0] * 5 + [1] * 5
+    assert [r.prompt_index for r in rollouts] == [10] * 5 + [11] * 5
     assert [r.prefix_length for r in rollouts] == [0, 0, 0, 0, 5, 0, 0, 0, 0, 2]
     assert [r.draft_tokens for r in rollouts] == [0, 0, 0, 0, 10, 0, 0, 0, 0, 3]
     assert [r.response_ids for r in rollouts[:4]] == [[99] * 4] * 4
     assert rollouts[4].response_ids == [40, 41, 42, 43, 44, 99, 99, 99]
     assert rollouts[9].response_ids == [50, 51, 99, 99, 99, 99]
     assert [r.generated_tokens for r in rollouts] == [4, 4, 4, 4, 10 + 3, 4, 4, 4, 4, 3 + 4]
-    assert all(r.prompt_ids == prompts[r.prompt_index].token_ids for r in rollouts)
+    assert all(r.prompt_ids == prompts[r.prompt_index - 10].token_ids for r in rollouts)
     assert rollouts[4].response.text == encoder.decode(rollouts[4].response_ids)
     assert rollouts[4].verdict.submitted == str(len(rollouts[4].response.text)), "judged with its prefix"
     (who, requests, _, draft_seed), (then, continued, limits, seed) = engine.calls
@@ -1395,84 +1138,35 @@ def test_tropd_prefix_never_holds_the_drafts_last_token_nor_fills_the_response(d
     [{"progress": 1.0}, {"progress": 198 / 199}, {"method_settings": {"max_prefix": 0}}, {"max_new_tokens": 1}],
     ids=str,
 )
-def test_tropd_asks_for_no_draft_where_no_prefix_is_allowed(options):
+def test_tropd_samples_no_draft_where_no_prefix_is_allowed(options):
     rollouts, prompts, engine, _ = sampled("tropd", [[40, 41, 2], [50, 51, 2]], **options)
     assert [call[0] for call in engine.calls] == ["student"]
     assert engine.calls[0][1] == [p.token_ids for p in prompts for _ in range(5)]
     assert all(r.prefix_length == r.draft_tokens == 0 and r.generated_tokens == len(r.response_ids) for r in rollouts)
 
 
-def test_tropd_goes_without_a_draft_where_the_teachers_prompt_leaves_no_room():
+def test_tropd_samples_no_draft_where_the_teachers_prompt_leaves_no_room():
     rollouts, _, engine, _ = sampled("tropd", [[40, 41, 2]], context=50)
     assert [len(requests) for _, requests, _, _ in engine.calls] == [0, 5]
     assert [(r.prefix_length, r.draft_tokens) for r in rollouts] == [(0, 0)] * 5
 
 
-@pytest.mark.parametrize(("method", "group"), [("veto", 1), ("demopsd", 1), ("top_d", 4)])
-def test_other_methods_sample_plainly(method, group):
-    rollouts, prompts, engine, _ = sampled(method, [[], []])
-    assert [r.prompt_index for r in rollouts] == [0] * group + [1] * group
+@pytest.mark.parametrize(
+    ("method", "method_settings", "size"),
+    [
+        ("full_context", {}, 1),
+        ("on_policy_sft", {}, 4),
+        ("scope", {}, 4),
+        ("srpo", {}, 4),
+        ("srpo", {"group_size": 2}, 2),
+        ("veto", {}, 1),
+        ("demopsd", {}, 1),
+        ("top_d", {}, 4),
+    ],
+)
+def test_other_methods_sample_the_members_of_a_group_side_by_side(method, method_settings, size):
+    rollouts, prompts, engine, _ = sampled(method, [[]] * 8, method_settings=method_settings)
+    assert [r.prompt_index for r in rollouts] == [10 + k for k in range(8) for _ in range(size)]
+    assert [r.example for r in rollouts] == [prompt.example for prompt in prompts for _ in range(size)]
     assert [call[0] for call in engine.calls] == ["student"]
-    law = Sampling()
-    assert load_objective(method).sampling(law) is law
-
-
-# ----------------------------------------------------------------------------------------------------------------------------------
-# Settings
-# ----------------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "table"),
-    [
-        ("veto", {"group_size": 1, "beta_start": 0.8, "beta_end": 0.0}),
-        ("demopsd", {"group_size": 1, "alpha_max": 0.15, "beta": 50.0, "reference": "ema"}),
-        ("top_d", {"group_size": 4, "alpha": 0.2, "clip": 0.2, "epochs": 1, "minibatch_prompts": 1}),
-        ("tropd", {"group_size": 4, "beta": 1e-3, "max_prefix": 384, "top_k": 64}),
-    ],
-)
-def test_settings_default_to_the_papers_table(method, table):
-    assert vars(load_objective(method)) == table
-
-
-@pytest.mark.parametrize(
-    ("method", "method_settings", "message"),
-    [
-        ("veto", {"beta_strat": 1}, "'veto' has no setting 'beta_strat'; did you mean 'beta_start'"),
-        ("veto", {"xyz": 1}, "no setting 'xyz'; it has group_size, beta_start, beta_end"),
-        ("veto", {"beta_start": "high"}, "beta_start is 'high'; expected a number"),
-        ("veto", {"beta_start": -0.1}, "beta_start is -0.1"),
-        ("veto", {"beta_end": -1}, "beta_end -1.0"),
-        ("veto", {"beta_start": math.inf}, "beta_start is inf"),
-        ("veto", {"beta_end": "nan"}, "beta_end is 'nan'; expected a number"),
-        ("veto", {"group_size": 0}, "group_size is 0"),
-        ("demopsd", {"alpha": 0.1}, "did you mean 'alpha_max'"),
-        ("demopsd", {"alpha_max": 1.5}, "alpha_max is 1.5"),
-        ("demopsd", {"alpha_max": -0.1}, "alpha_max is -0.1"),
-        ("demopsd", {"beta": -1}, "beta is -1.0"),
-        ("demopsd", {"beta": math.inf}, "beta is inf"),
-        ("demopsd", {"reference": "teacher"}, "reference is 'teacher'; expected 'ema' or 'student'"),
-        ("demopsd", {"alpha_max": True}, "alpha_max is True; expected a number"),
-        ("top_d", {"alpha": 1.01}, "alpha is 1.01"),
-        ("top_d", {"clip": -0.2}, "clip is -0.2"),
-        ("top_d", {"epochs": 0}, "epochs is 0"),
-        ("top_d", {"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
-        ("top_d", {"minibatch_prompts": 0}, "minibatch_prompts 0"),
-        ("top_d", {"group_size": True}, "group_size is True; expected a whole number"),
-        ("tropd", {"max_prefix": -1}, "max_prefix is -1"),
-        ("tropd", {"top_k": 0}, "top_k 0"),
-        ("tropd", {"top_k": [64]}, "top_k is .*; expected a whole number"),
-        ("tropd", {"beta": -1e-3}, "beta is -0.001"),
-        ("tropd", {"beta": math.inf}, "beta is inf"),
-        ("tropd", {"group_size": None}, "group_size is None; expected a whole number"),
-    ],
-)
-def test_settings_that_cannot_be_meant_are_refused_by_name(method, method_settings, message):
-    with pytest.raises(ValueError, match=f"method_settings.*{message}"):
-        load_objective(method, method_settings)
-
-
-def test_settings_may_come_as_text():
-    objective = load_objective("tropd", {"beta": "1e-3", "top_k": "8", "max_prefix": 16.0})
-    assert (objective.beta, objective.top_k, objective.max_prefix) == (1e-3, 8, 16)
-    assert isinstance(objective.max_prefix, int)
+    assert sum(r.generated_tokens for r in rollouts) == 8 * size * 4

@@ -68,7 +68,7 @@ REGIMES = ["mild", "large", "nearly deterministic, mild", "nearly deterministic,
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float, scale: float | None = None) -> None:
-    """Relative to the largest element (or `scale`), the measure that a norm bound cares about."""
+    """Equal relative to the largest element (or `scale`), the measure that a norm bound depends on."""
     expected = expected.double()
     scale = scale if scale is not None else max(float(expected.abs().max()), 1e-300)
     error = float((found.double() - expected).abs().max()) / scale
@@ -158,7 +158,7 @@ def test_a_token_forbidden_by_minus_infinity_leaves_everything_finite():
 
 
 def test_bfloat16_logits_of_a_language_model():
-    """As logits come out of a bfloat16 head: upcast, then everything in float32, at the size of a real vocabulary."""
+    """Logits of a bfloat16 head, upcast to float32, at the size of a real vocabulary."""
     generator = torch.Generator().manual_seed(0)
     student = (6 * torch.randn(3, 50_000, generator=generator)).bfloat16().float()
     teacher = (student + 3 * torch.randn(3, 50_000, generator=generator)).bfloat16().float()

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from firedistill.functional import entropy, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
 from firedistill.objectives.distributions import log_softmax
-from firedistill.ops import Head, fire_head, fire_head_loss
+from firedistill.ops import Head, fire_head, fire_head_loss, first_pass
 
 H = 8
 
@@ -52,29 +52,30 @@ class Case:
         override = {name: x.detach() for name, x in override.items()}
         return head, Head(projection, override=override, **self.head_settings)
 
-    def fused(self, loo_hidden=None, trained=False, factor=1.0, **more):
-        """Loss, gradients and statistics of the op."""
+    @property
+    def data(self) -> dict:
+        """Tokens, verdicts and the states of the full view, as keyword arguments."""
+        return dict(token_ids=self.token_ids, correct=self.correct, teacher_hidden=self.teacher_hidden)
+
+    def fused(self, trained=False, factor=1.0, two_passes=False, **more):
+        """Output and gradients of the op: in one call, or in two passes with the views only at the tokens over the radius."""
         hidden = self.hidden.clone().requires_grad_()
         head, teacher_head = self.heads(trained)
-        output = fire_head_loss(
-            head,
-            hidden,
-            self.token_weights,
-            token_ids=self.token_ids,
-            correct=self.correct,
-            teacher_hidden=self.teacher_hidden,
-            loo_hidden=self.loo_hidden if loo_hidden is None else loo_hidden,
-            teacher_head=teacher_head,
-            **(self.settings | more),
-        )
+        inputs = (head, hidden, self.token_weights)
+        settings = self.data | dict(teacher_head=teacher_head) | self.settings | more
+        if two_passes:
+            first = first_pass(*inputs, **settings)
+            output = first.attribute(self.loo_hidden[:, first.over]) if len(first.over) else first.output()
+        else:
+            output = fire_head_loss(*inputs, loo_hidden=self.loo_hidden, **settings)
         (factor * output.loss).backward()
         return output, [hidden.grad, *(p.grad for p in head.projection.parameters() if trained)]
 
     def twin(self, trained=False, factor=1.0, closed_form=False):
         """Loss, gradients, targets of the wrong tokens and student logits, in float64.
 
-        `closed_form` takes the gradients of the two token losses in closed form instead of by plain autograd, which knows nothing
-        below the rounding error of p_max and makes NaN of infinities.
+        `closed_form` takes the gradients of the two token losses in closed form. Plain autograd loses everything below the rounding
+        error of p_max and turns infinities into NaN.
         """
         case = self.to(torch.float64)
         hidden = case.hidden.clone().requires_grad_()
@@ -143,7 +144,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def row_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest of the relative errors of the rows, each by its norm; rows of 0 must be found as 0."""
+    """The largest relative error of a token's gradient, by its norm; gradients of 0 must be exactly 0."""
     assert found.shape == expected.shape
     if found.numel() == 0:
         return 0.0
@@ -311,46 +312,49 @@ def test_float32_at_the_size_of_a_real_vocabulary(spread, monkeypatch):
 @DTYPES
 @pytest.mark.parametrize("chunk_size", [1, 3, 1000])
 @pytest.mark.parametrize("block", [1, 2, 1000])
-@pytest.mark.parametrize("lazy", [True, False])
-def test_chunks_of_any_size(chunk_size, block, lazy, dtype, monkeypatch):
+@pytest.mark.parametrize("two_passes", [True, False])
+def test_chunks_of_any_size(chunk_size, block, two_passes, dtype, monkeypatch):
     monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", 31 * block)
     case = make_case(13, fields=2, gap=2.0).to(dtype)
-    loo_hidden = (lambda rows: case.loo_hidden[:, rows]) if lazy else None
-    assert_equals_twin(case, TOLERANCE[dtype], chunk_size=chunk_size, loo_hidden=loo_hidden, trained=True)
+    assert_equals_twin(case, TOLERANCE[dtype], chunk_size=chunk_size, two_passes=two_passes, trained=True)
 
 
 @pytest.mark.parametrize("chunk_size", [2, 5, 1000])
-def test_exactly_the_rows_over_the_radius_are_asked_for_once(chunk_size):
-    case = make_case(31, gap=1.0).to(torch.float64)
+@pytest.mark.parametrize("settings", [{}, dict(step_scale=1.5), dict(log_prob_floor=-4.0), dict(projection=False)], ids=str)
+def test_the_first_pass_finds_exactly_the_wrong_tokens_over_the_radius(chunk_size, settings):
+    case = make_case(31, gap=1.0, **settings).to(torch.float64)
     _, _, target, _ = case.twin()
-    asked = []
-
-    def loo(rows):
-        asked.append(rows)
-        return case.loo_hidden[:, rows]
-
-    at_hand, gradients = case.fused(chunk_size=chunk_size)
-    lazy, lazy_gradients = case.fused(loo_hidden=loo, chunk_size=chunk_size)
+    first = first_pass(case.heads()[0], case.hidden, case.token_weights, chunk_size=chunk_size, **case.data, **settings)
     over = (target.chi > 0).nonzero().flatten()
-    assert 0 < len(over) < len(case.teacher_hidden), "some rows must be over the radius, and some not"
-    assert len(asked) == 1 and torch.equal(asked[0], over)
-    assert relative_error(lazy.token_loss, at_hand.token_loss) <= 1e-13
-    assert row_error(lazy_gradients[0], gradients[0]) <= 1e-12
-    torch.testing.assert_close(lazy.alpha, at_hand.alpha, equal_nan=True)
+    assert 0 < len(over) < len(case.teacher_hidden), "some tokens must be over the radius, and some not"
+    assert torch.equal(first.over, over)
+    assert torch.equal(first.wrong, (~case.correct).nonzero().flatten())
+    one_call, gradients = case.fused(chunk_size=chunk_size)
+    two_calls, two_gradients = case.fused(chunk_size=chunk_size, two_passes=True)
+    assert torch.equal((one_call.chi > 0).nonzero().flatten(), first.wrong[over])
+    assert relative_error(two_calls.token_loss, one_call.token_loss) <= 1e-13
+    assert row_error(two_gradients[0], gradients[0]) <= 1e-12
+    torch.testing.assert_close(two_calls.alpha, one_call.alpha, equal_nan=True)
+
+
+def test_attribution_refuses_views_for_other_tokens_than_those_over_the_radius():
+    case = make_case(31, gap=1.0)
+    first = first_pass(case.weight, case.hidden, case.token_weights, **case.data)
+    for tokens in (first.over[1:], torch.arange(len(case.teacher_hidden)), first.over[:0]):
+        with pytest.raises(ValueError, match=f"does not fit {len(first.over)} tokens over the radius"):
+            first.attribute(case.loo_hidden[:, tokens])
 
 
 @pytest.mark.parametrize(
     "settings", [dict(gap=0.05), dict(correct="all"), dict(gap=3.0, attribution=False), dict(tokens=0)], ids=str
 )
-def test_nothing_is_asked_where_nothing_is_over_the_radius(settings):
+def test_no_token_waits_for_a_view_where_none_is_over_the_radius(settings):
     case = make_case(**settings).to(torch.float64)
-
-    def loo(rows):
-        raise AssertionError("asked for a view that cannot matter")
-
-    output, _ = case.fused(loo_hidden=loo)
+    first = first_pass(case.weight, case.hidden, case.token_weights, **case.data, **case.settings)
+    assert first.over.shape == (0,)
+    output, _ = case.fused(two_passes=True)
     assert output.alpha.shape == (1, len(case.hidden)) and output.field_energy.shape == (0, len(case.hidden))
-    assert_equals_twin(case, 1e-10, loo_hidden=loo)
+    assert_equals_twin(case, 1e-10, two_passes=True)
 
 
 def test_no_tokens():
@@ -360,11 +364,11 @@ def test_no_tokens():
 
 
 def test_a_plain_weight_is_a_head():
-    """Alone, for student and teacher, as a leaf and as a part of a graph."""
+    """Alone, for student and teacher; as a leaf and as part of a graph."""
     case = make_case(11, gap=2.0).to(torch.float64)
     expected, (hidden_gradient, weight_gradient) = case.fused(trained=True)
     hidden, factor = case.hidden.clone().requires_grad_(), torch.ones(H, dtype=torch.float64, requires_grad=True)
-    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    data = case.data | dict(loo_hidden=case.loo_hidden)
     leaf = case.weight.clone().requires_grad_()
     loss = fire_head_loss(leaf, hidden, case.token_weights, **data).loss
     found = torch.autograd.grad(loss, [hidden, leaf])
@@ -378,7 +382,7 @@ def test_a_plain_weight_is_a_head():
 
 def test_without_gradients_there_is_only_the_loss():
     case = make_case(11, gap=2.0)
-    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    data = case.data | dict(loo_hidden=case.loo_hidden)
     with torch.no_grad():
         output = fire_head_loss(case.weight.clone().requires_grad_(), case.hidden, case.token_weights, **data)
     assert not output.loss.requires_grad
@@ -416,7 +420,7 @@ def test_the_gradient_stays_inside_the_radius_and_its_norm_is_reported():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the bytes of the largest storage that any operation answered."""
+    """Records the bytes of the largest storage that any operation returns."""
 
     def __init__(self):
         super().__init__()
@@ -442,13 +446,16 @@ def test_memory_does_not_grow_with_tokens():
 
 def test_errors():
     case = make_case(5, fields=2, correct="none")
-    data = dict(token_ids=case.token_ids, correct=case.correct, teacher_hidden=case.teacher_hidden, loo_hidden=case.loo_hidden)
+    data = case.data | dict(loo_hidden=case.loo_hidden)
     for message, change in {
         "needs loo_hidden": dict(loo_hidden=None),
         "at least 1": dict(step_scale=0.5),
         "do not fit": dict(correct=case.correct.float()),
-        "tokens belong to wrong responses, but teacher_hidden has 4": dict(teacher_hidden=case.teacher_hidden[1:]),
-        "and loo_hidden 4": dict(loo_hidden=case.loo_hidden[:, 1:]),
+        r"5 tokens belong to wrong responses, but teacher_hidden \(4, 8\) has 4": dict(
+            teacher_hidden=case.teacher_hidden[1:], loo_hidden=case.loo_hidden[:, 1:]
+        ),
+        r"loo_hidden \(2, 4, 8\) and teacher_hidden \(5, 8\) do not fit": dict(loo_hidden=case.loo_hidden[:, 1:]),
+        r"loo_hidden \(2, 5, 8\) and teacher_hidden \(4, 8\) do not fit": dict(teacher_hidden=case.teacher_hidden[1:]),
     }.items():
         with pytest.raises(ValueError, match=message):
             fire_head_loss(case.weight, case.hidden, case.token_weights, **(data | change))
@@ -470,12 +477,11 @@ def test_errors():
     attribution=st.booleans(),
     projection=st.booleans(),
     chunk_size=st.integers(1, 10),
-    lazy=st.booleans(),
+    two_passes=st.booleans(),
 )
 def test_any_case_equals_its_twin(
-    seed, tokens, vocabulary, fields, correct, spread, gap, step_scale, floor, attribution, projection, chunk_size, lazy
+    seed, tokens, vocabulary, fields, correct, spread, gap, step_scale, floor, attribution, projection, chunk_size, two_passes
 ):
     more = dict(step_scale=step_scale, log_prob_floor=floor, attribution=attribution, projection=projection)
     case = make_case(tokens, vocabulary, fields, correct, spread, gap, seed, **more).to(torch.float64)
-    loo_hidden = (lambda rows: case.loo_hidden[:, rows]) if lazy else None
-    assert_equals_twin(case, 1e-9, closed_form=True, chunk_size=chunk_size, loo_hidden=loo_hidden)
+    assert_equals_twin(case, 1e-9, closed_form=True, chunk_size=chunk_size, two_passes=two_passes)

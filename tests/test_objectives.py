@@ -1,232 +1,306 @@
-"""Objectives on micro-batches: against dense autograd, in any order, padding and chunking, with as few views as exact."""
+"""All methods on micro-batches against their literal equations; what they read; the head; settings."""
 
 from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Barrier
 
 import pytest
 import torch
 
-from firedistill.functional import excised_target, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
-from firedistill.models.states import ResponseStates
-from firedistill.objectives import Averages, TrainingBatch, load_objective
+from firedistill.functional import fire_target, fisher_radius, induced_gradient, sft_weight
+from firedistill.metrics import Metrics
+from firedistill.objectives import batches, load_objective
 from firedistill.ops import Head, chunked_token_loss, fire_head
 from firedistill.ops import head as head_module
-from firedistill.rollouts.engine import Response, Rollout
-from firedistill.tasks import Example, Verdict
-from firedistill.tasks.types import FeedbackField
-
-H, V = 8, 31
-METHODS = ["fire", "no_attribution", "no_projection", "hard_gradient_excision", "full_context"]
+from firedistill.rollout import Sampling
+from literal import literal
+from stubs import CASES, H, Result, V, World, assert_result, random_world
 
 
-class World:
-    """A head, responses with their student states, and a teacher that looks states up and counts what it is asked."""
+@dataclass
+class Method:
+    """A method under test.
 
-    def __init__(self, lengths, correct, seed=0, dtype=torch.float64, gap=1.0, fields=3, tied_gap_rows=()):
-        generator = torch.Generator().manual_seed(seed)
+    Attributes:
+        settings: its own.
+        literal: the settings of its literal equation that express the same.
+        batch: settings of its micro-batches.
+    """
 
-        def noise(*shape):
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+    name: str
+    settings: dict = field(default_factory=dict)
+    literal: dict = field(default_factory=dict)
+    batch: dict = field(default_factory=dict)
 
-        self.projection = torch.nn.Linear(H, V, bias=False)
-        self.projection.weight.data = noise(V, H)
-        self.projection.to(dtype).requires_grad_(False)
-        self.head = Head(self.projection)
-        self.lengths = list(lengths)
-        self.student = [noise(n, H) for n in lengths]
-        self.views = []
-        for row, states in enumerate(self.student):
-            size = 1e-3 if row in tied_gap_rows else gap
-            full = states + size * noise(*states.shape)
-            self.views.append({"full": full, **{j: full + size * noise(*states.shape) for j in range(fields)}})
-        self.rollouts = [
-            Rollout(
-                Example(f"x/{row}", "?", "1"),
-                [1],
-                Response(torch.randint(V, (n,), generator=generator).tolist(), "", True),
-                Verdict(ok, None, "1"),
-                tuple(FeedbackField(f"field{j}", "") for j in range(fields)),
-            )
-            for row, (n, ok) in enumerate(zip(lengths, correct, strict=True))
-        ]
-        self.dtype, self.asked, self.read, self.saved = dtype, [], [], []
+    def prepared(self, case, rows=None, **options):
+        """The objective and a world whose step it has prepared. TOP-D makes several updates: the student has moved since."""
+        options = {"views": ("none", 0, 1, 2), "gap": 2.0} | options
+        world, objective = random_world(case, **options), load_objective(self.name, {"group_size": 3} | self.settings)
+        world.prepare(objective, world.trained(objective, rows))
+        if self.name == "top_d":
+            world.move()
+        return objective, world
 
-    def batch(self, order=None, step_scale=1.5, floor=None):
-        order = list(order if order is not None else range(len(self.lengths)))
-        hidden = torch.cat([self.student[row] for row in order]).to(self.dtype).requires_grad_()
+    def backward(self, objective, world, split=lambda rows: [rows], rows=None) -> Result:
+        return world.backward(objective, split(world.trained(objective, rows)), **self.batch)
 
-        def teacher(rows, views, lengths=None):
-            self.asked += [(order[row], view) for view in views for row in rows]
-            lengths = lengths if lengths is not None else [self.lengths[order[row]] for row in rows]
-            self.read += [(order[row], view, length) for view in views for row, length in zip(rows, lengths, strict=True)]
-            states = [[self.views[order[row]][view][:n] for row, n in zip(rows, lengths, strict=True)] for view in views]
-            return [ResponseStates(torch.cat(s or [torch.empty(0, H)]).to(self.dtype), list(lengths)) for s in states]
-
-        return TrainingBatch(
-            rollouts=[self.rollouts[row] for row in order],
-            student=ResponseStates(hidden, [self.lengths[row] for row in order]),
-            head=self.head,
-            teacher_head=self.head,
-            teacher=teacher,
-            saved=lambda rows, views: self.saved.extend((order[row], view) for view in views for row in rows),
-            step_scale=step_scale,
-            log_prob_floor=floor,
-            averages=Averages(),
-        )
-
-    def dense(self, method, step_scale=1.5, floor=None):
-        """The same loss with all logits at once and plain autograd, straight from the pure functions."""
-        hidden = torch.cat(self.student).requires_grad_()
-        weight = self.projection.weight.double()
-        total = 0.0
-        for states, views, rollout in zip(hidden.split(self.lengths), self.views, self.rollouts, strict=True):
-            if len(states) == 0:
-                continue
-            z = states @ weight.T
-            full = views["full"] @ weight.T
-            loo = torch.stack([views[j] @ weight.T for j in range(len(views) - 1)])
-            y = torch.tensor(rollout.response_ids)
-            if method == "full_context":
-                loss = reverse_kl(z, full)
-            elif rollout.verdict.correct:
-                loss = -sft_weight(z, y, step_scale) * z.log_softmax(-1).gather(-1, y[:, None])[:, 0]
-            elif method == "hard_gradient_excision":
-                log_probs, _ = excised_target(z.detach(), full, loo, torch.ones(len(z), dtype=torch.bool), log_prob_floor=floor)
-                loss = reverse_kl(z, log_probs)
-            else:
-                target = fire_target(
-                    z.detach(),
-                    full,
-                    loo,
-                    step_scale=step_scale,
-                    log_prob_floor=floor,
-                    attribution=method != "no_attribution",
-                    projection=method != "no_projection",
-                )
-                log_p = z.log_softmax(-1)
-                loss = (log_p.exp() * (log_p - target.log_probs)).sum(-1)
-            total = total + loss.mean()
-        total.backward()
-        return total.detach(), hidden.grad
+    def expected(self, world) -> Result:
+        return literal(world, self.name, 3, **self.literal)
 
 
-CASES = {
-    "mixed": ([5, 1, 7, 3, 2], [True, False, False, True, False]),
-    "all correct": ([4, 2], [True, True]),
-    "all wrong": ([4, 2, 1], [False, False, False]),
-    "one token": ([1], [False]),
-    "an empty response": ([3, 0, 2], [False, False, True]),
+FIRE = ("fire", "no_attribution", "no_projection", "hard_gradient_excision")
+PLAIN, FLOOR = {"step_scale": 1.5}, {"step_scale": 1.5, "log_prob_floor": -4.0}
+METHODS = {
+    **{name: Method(name, {}, PLAIN, PLAIN) for name in FIRE},
+    **{f"{name}, floor": Method(name, {}, FLOOR, FLOOR) for name in FIRE},
+    "full_context": Method("full_context", batch=PLAIN),
+    "full_context, floor": Method("full_context", batch=FLOOR),
+    "on_policy_sft": Method("on_policy_sft"),
+    "scope": Method("scope"),
+    "scope, cold": Method("scope", {"weight_temperature": 0.3}, {"tau": 0.3}),
+    "scope, hot": Method("scope", {"weight_temperature": "1e2"}, {"tau": 100.0}),
+    "srpo": Method("srpo"),
+    "srpo, equal weights": Method("srpo", {"beta": 0}, {"beta": 0.0}),
+    "srpo, sample deviation": Method("srpo", {"beta": 2.5, "deviation": "sample"}, {"beta": 2.5, "deviation": "sample"}),
+    "srpo, no deviation": Method("srpo", {"deviation": "none"}, {"deviation": "none"}),
+    "veto": Method("veto", {}, {"beta": 0.8 * 0.75}, {"progress": 0.25}),
+    "veto, other schedule": Method("veto", {"beta_start": 0.2, "beta_end": 1.0}, {"beta": 0.4}, {"progress": 0.25}),
+    "demopsd": Method("demopsd"),
+    "demopsd, other settings": Method("demopsd", *[{"alpha_max": 0.7, "beta": 2.0}] * 2),
+    "demopsd, student": Method("demopsd", *[{"reference": "student"}] * 2),
+    "top_d": Method("top_d"),
+    "top_d, other settings": Method("top_d", *[{"alpha": 0.7, "clip": 0.05}] * 2),
+    "tropd": Method("tropd"),
+    "tropd, other settings": Method("tropd", *[{"top_k": 3, "beta": 0.5}] * 2),
+}
+# The trainer leaves out empty responses. Methods with statistics over a group or the step have no value for them.
+EMPTY, WITH_STATISTICS = list(CASES)[-2:], ("on_policy_sft", "scope", "srpo")
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        pytest.param(method, case, id=f"{name}-{case}")
+        for name, method in METHODS.items()
+        for case in CASES
+        if not (case in EMPTY and method.name in WITH_STATISTICS)
+    ],
+)
+def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, monkeypatch):
+    """The gradients of the states and of a trained head, which the teacher shares without sending a gradient to it."""
+    for module in (head_module, fire_head):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
+    objective, world = method.prepared(case)
+    found, expected = method.backward(objective, world), method.expected(world)
+    assert case != "mixed" or float(expected.gradient.norm()) > 1e-4
+    assert_result(found, expected)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.gradient, expected.gradient, rtol=1e-9, atol=1e-12)
+
+
+SPLITS = {
+    "one by one": lambda rows: [[row] for row in rows],
+    "every other": lambda rows: [rows[::2], rows[1::2]],
+    "one in the middle": lambda rows: [rows[3:], rows[:1], rows[1:3]],
+    "backwards": lambda rows: [rows[::-1]],
+    "backwards, in threes, one micro-batch empty": lambda rows: [*(rows[::-1][i : i + 3] for i in range(0, len(rows), 3)), []],
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("chunk", [1, 3, 1000])
-@pytest.mark.parametrize("floor", [None, -4.0], ids=["no floor", "floor"])
-def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, floor, monkeypatch):
-    for module in (head_module, fire_head):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
-    lengths, correct = CASES[case]
-    world = World(lengths, correct, gap=2.0)
-    batch = world.batch(floor=floor)
-    loss = load_objective(method).loss(batch)
-    loss.backward()
-    expected_loss, expected_gradient = world.dense(method, floor=floor)
-    torch.testing.assert_close(loss.detach(), expected_loss.reshape(()), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(batch.student.hidden.grad, expected_gradient, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("case", ["mixed", "groups of five"])
+@every_method
+def test_order_and_micro_batches_change_nothing(method, case, split):
+    """Every split separates the members of groups."""
+    objective, world = method.prepared(case)
+    whole = method.backward(objective, world)
+    assert_result(method.backward(objective, world, split), whole)
+    shuffled = torch.randperm(len(world.rollouts), generator=torch.Generator().manual_seed(1)).tolist()
+    assert_result(method.backward(objective, world, split, shuffled), whole)
+    if method.name != "tropd":  # its draws follow the order of the step
+        assert_result(method.backward(*method.prepared(case, shuffled), split, shuffled), whole)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_order_and_split_change_nothing(method):
-    lengths, correct = CASES["mixed"]
-    world = World(lengths, correct)
-    whole = world.batch()
-    objective = load_objective(method)
-    loss = objective.loss(whole)
-    loss.backward()
-    parts, gradients = [], {}
-    for order in ([4, 2], [0], [3, 1]):
-        batch = world.batch(order)
-        part = objective.loss(batch)
-        part.backward()
-        parts.append(part.detach())
-        gradients |= dict(zip(order, batch.student.hidden.grad.split(batch.student.lengths), strict=True))
-    torch.testing.assert_close(sum(parts), loss.detach())
-    torch.testing.assert_close(torch.cat([gradients[row] for row in range(5)]), whole.student.hidden.grad)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in EMPTY])
+@every_method
+def test_float32_agrees_with_float64(method, case):
+    wide, narrow = (method.backward(*method.prepared(case, dtype=dtype)) for dtype in (torch.float64, torch.float32))
+    assert narrow.loss.dtype == narrow.gradient.dtype == torch.float32
+    assert_result(narrow, wide, 1e-5)
 
 
 def test_bfloat16_states_against_a_float32_twin():
-    lengths, correct = CASES["mixed"]
-    low, high = World(lengths, correct, dtype=torch.bfloat16), World(lengths, correct, dtype=torch.float32)
-    results = []
-    for world in (low, high):
-        batch = world.batch()
-        loss = load_objective("fire").loss(batch)
-        loss.backward()
-        results.append((loss.detach(), batch.student.hidden.grad.float()))
-    assert results[0][0].dtype == torch.float32
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=0.05, atol=0.05)
-    cosine = torch.nn.functional.cosine_similarity(results[0][1].flatten(), results[1][1].flatten(), dim=0)
-    assert cosine > 0.99
+    low, high = (
+        METHODS["fire"].backward(*METHODS["fire"].prepared("mixed", gap=1.0, dtype=dtype))
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert low.loss.dtype == torch.float32
+    torch.testing.assert_close(low.loss, high.loss, rtol=0.05, atol=0.05)
+    assert torch.nn.functional.cosine_similarity(low.gradient.float().flatten(), high.gradient.flatten(), dim=0) > 0.99
 
 
-def test_fire_asks_for_no_view_that_cannot_matter():
-    """Correct responses never reach the teacher; a response inside the radius throughout is scored under the full view only."""
-    world = World([4, 5, 6, 3], [True, False, False, False], gap=4.0, tied_gap_rows=(1, 3))
-    load_objective("fire").loss(world.batch(step_scale=1.0))
-    assert {row for row, _ in world.asked} == {1, 2, 3}
-    assert sorted(view for row, view in world.asked if row in (1, 3)) == ["full", "full"]
-    assert {view for row, view in world.asked if row == 2} == {"full", 0, 1, 2}
-    assert sorted(world.saved) == [(row, view) for row in (1, 3) for view in range(3)]
+class Exchange:
+    """Lets threads stand in for processes: `gather` waits until every one of them has called it."""
+
+    def __init__(self, size):
+        self.values, self.barrier = [0.0] * size, Barrier(size, timeout=20)
+
+    def gather(self, values):
+        self.values[self.barrier.wait()] = values[0]
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("case", "first"),
+    [
+        ("mixed", {3}),
+        ("mixed", {13}),
+        ("mixed", {3, 13, 23}),
+        ("all correct", {3}),
+        ("all wrong", {3}),
+        ("groups of five", {13}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["full_context", "on_policy_sft", "scope", "srpo", "srpo, equal weights"])
+def test_two_processes_add_up_to_one(name, case, first, monkeypatch):
+    """Each holds complete groups, maybe none, maybe none that is trained: they agree on what spans the step."""
+    method = METHODS[name]
+    objective, world = method.prepared(case)
+    whole = method.backward(objective, world)
+    trained, exchange = world.trained(objective), Exchange(2)
+    halves = [[row for row in trained if (world.rollouts[row].prompt_index in first) == own] for own in (True, False)]
+    world.prepared.clear()
+    monkeypatch.setattr(batches, "gather_object", exchange.gather)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda rows: world.prepare(objective, rows), halves))
+    parts = [world.backward(objective, [rows], **method.batch) for rows in halves]
+    gradients = [a + b for a, b in zip(*(part.gradients for part in parts), strict=True)]
+    assert_result(Result(parts[0].loss + parts[1].loss, gradients, parts[0].head + parts[1].head, {}), whole)
+
+
+@every_method
+def test_a_step_without_rollouts_is_prepared_and_has_no_loss(method):
+    objective, world = method.prepared("mixed", rows=[])
+    assert world.prepared == {}
+    result = method.backward(objective, world, rows=[])
+    assert result.loss == 0 and not result.gradient.any()
+
+
+# ---- What is sampled, trained and read ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", sorted({method.name for method in METHODS.values()}))
+def test_only_on_policy_sft_has_a_temperature_of_its_own(method):
+    configured = Sampling(temperature=0.8, top_p=0.95, max_new_tokens=123, top_k=7, repetition_penalty=1.3)
+    found = load_objective(method).sampling(configured)
+    assert found == Sampling(1.0, 0.95, 123, 7, 1.3) if method == "on_policy_sft" else found is configured
+
+
+def test_the_temperature_of_on_policy_sft_is_a_setting():
+    assert load_objective("on_policy_sft", {"temperature": "0.6"}).sampling(Sampling()).temperature == 0.6
+
+
+ALL, CORRECT, WRONG = [0, 1, 2, 3, 4, 5, 6], [0, 3, 4, 5], [1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained", "scored", "before", "in_loss", "student"),
+    [
+        ("full_context", ALL, ALL, [], ["full"], []),
+        ("on_policy_sft", CORRECT, [], [], [], []),
+        ("scope", ALL, WRONG, ["full"], [], CORRECT),
+        ("srpo", ALL, WRONG, ["full"], [], []),
+        ("veto", ALL, ALL, [], ["full"], []),
+        ("demopsd", ALL, ALL, [], ["full", "none"], []),
+        ("demopsd, student", ALL, ALL, [], ["full"], []),
+        ("top_d", ALL, ALL, ["full"], [], ALL),
+        ("tropd", ALL, ALL, [], ["full"], []),
+    ],
+)
+def test_each_view_is_read_once_and_only_where_it_matters(name, trained, scored, before, in_loss, student):
+    """The responses that train, those that the teacher sees, the views read before any gradient and in the loss, and the responses
+    that the student scores beforehand."""
+    objective, world = METHODS[name].prepared("mixed")
+    assert world.trained(objective) == trained
+    assert [row for row in trained if objective.needs_teacher(world.rollouts[row])] == scored
+    assert all(objective.views(world.rollouts[row]) == (before + in_loss if row in scored else []) for row in trained)
+    assert sorted(world.model.read) == student
+    assert sorted(world.teacher.read) == [(row, view, len(world.tokens(row))) for row in scored for view in before]
+    world.teacher.read.clear()
+    METHODS[name].backward(objective, world)
+    assert sorted(world.teacher.read) == [(row, view, len(world.tokens(row))) for row in scored for view in in_loss]
+
+
+@pytest.mark.parametrize(("case", "scored"), [("all correct", [0, 1]), ("all wrong", []), ("groups of five", [0, 2, 4])])
+def test_scope_scores_a_correct_response_only_if_it_has_a_correct_sibling(case, scored):
+    assert sorted(METHODS["scope"].prepared(case)[1].model.read) == scored
+
+
+def one_prompt(lengths, correct, **options) -> World:
+    return random_world([list(zip(lengths, correct, strict=True))], views=range(3), **options)
+
+
+def test_fire_reads_no_view_that_cannot_matter():
+    """Correct responses never reach the teacher; a response inside the radius throughout is read under the full view only."""
+    world, objective = one_prompt([4, 5, 6, 3], [True, False, False, False], gap=[4.0, 1e-3, 4.0, 1e-3]), load_objective("fire")
+    world.run(objective, step_scale=1.0)
+    read = {(row, view) for row, view, _ in world.teacher.read}
+    assert len(read) == len(world.teacher.read)
+    assert {row for row, _ in read} == {1, 2, 3}
+    assert sorted(view for row, view in read if row in (1, 3)) == ["full", "full"]
+    assert {view for row, view in read if row == 2} == {"full", 0, 1, 2}
+    naive = {(row, view) for row, rollout in enumerate(world.rollouts) for view in objective.views(rollout)}
+    assert read < naive and sorted(naive - read) == [(row, view) for row in (1, 3) for view in range(3)]
 
 
 def test_the_views_without_a_field_are_read_up_to_the_last_token_over_the_radius():
-    world = World([4, 9, 6], [True, False, False], gap=4.0)
+    world = one_prompt([4, 9, 6], [True, False, False], gap=4.0)
     world.views[1]["full"][5:] = world.student[1][5:]  # the rest of this response agrees with the teacher
-    batch = world.batch()
-    loss = load_objective("fire").loss(batch)
-    loss.backward()
-    read = {row: {length for r, view, length in world.read if r == row and view != "full"} for row in (1, 2)}
+    found, expected = world.run(load_objective("fire"), step_scale=1.5), literal(world, "fire", step_scale=1.5)
+    read = {row: {length for r, view, length in world.teacher.read if r == row and view != "full"} for row in (1, 2)}
     assert read[1] <= set(range(1, 6)) and read[2] <= set(range(1, 7)) and read[1]
-    assert {length for row, view, length in world.read if view == "full" and row == 1} == {9}
-    expected_loss, expected_gradient = world.dense("fire")
-    torch.testing.assert_close(loss.detach(), expected_loss)
-    torch.testing.assert_close(batch.student.hidden.grad, expected_gradient)
+    assert {length for row, view, length in world.teacher.read if view == "full" and row == 1} == {9}
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.gradient, expected.gradient)
 
 
-def test_responses_with_different_fields_are_grouped():
-    world = World([3, 4, 5], [False, False, False], gap=4.0)
-    world.rollouts[1].feedback = world.rollouts[1].feedback[:2]
+@pytest.mark.parametrize("method", ["fire", "hard_gradient_excision"])
+def test_responses_with_different_fields_are_grouped(method):
+    world = one_prompt([3, 4, 5], [False, False, False], gap=4.0)
+    world.rollouts[1] = replace(world.rollouts[1], feedback=world.rollouts[1].feedback[:2])
     del world.views[1][2]
-    batch = world.batch()
-    loss = load_objective("fire").loss(batch)
-    loss.backward()
-    expected_loss, expected_gradient = world.dense("fire")
-    torch.testing.assert_close(loss.detach(), expected_loss)
-    torch.testing.assert_close(batch.student.hidden.grad, expected_gradient)
+    found, expected = world.run(load_objective(method), step_scale=1.5), literal(world, method, step_scale=1.5)
+    torch.testing.assert_close(found.loss, expected.loss)
+    torch.testing.assert_close(found.gradient, expected.gradient)
 
 
 def test_every_token_gradient_respects_the_radius():
-    world = World([40, 30], [True, False], gap=5.0)
-    seen = {}
-    world.projection.requires_grad_(False)
-    batch = world.batch(step_scale=3.0)
-    loss = load_objective("fire").loss(batch)
-    loss.backward()
-    logits = batch.student.hidden.detach() @ world.projection.weight.T
-    rho = fisher_radius(logits, 3.0)
-    # The gradient of the states is W^T g / M: recover g from the pure functions and compare, then check its norm.
-    y = torch.tensor(world.rollouts[0].response_ids)
-    beta = sft_weight(logits[:40], y, 3.0)
-    g_plus = beta[:, None] * (logits[:40].softmax(-1) - torch.nn.functional.one_hot(y, V))
-    views = world.views[1]
-    loo = torch.stack([views[j] @ world.projection.weight.T for j in range(3)])
-    target = fire_target(logits[40:], views["full"] @ world.projection.weight.T, loo, step_scale=3.0)
-    g_minus = induced_gradient(logits[40:], target.log_probs)
-    seen = torch.cat([g_plus / 40, g_minus / 30]) @ world.projection.weight
-    torch.testing.assert_close(batch.student.hidden.grad, seen)
+    world = one_prompt([40, 30], [True, False], gap=5.0)
+    found = world.run(load_objective("fire"), step_scale=3.0)
+    logits = [states @ world.weight.T for states in world.student]
+    rho = fisher_radius(torch.cat(logits), 3.0)
+    # The gradient of the states is W^T g / (N M): recover g from the pure functions and compare, then check its norm.
+    beta = sft_weight(logits[0], world.tokens(0), 3.0)
+    g_plus = beta[:, None] * (logits[0].softmax(-1) - torch.nn.functional.one_hot(world.tokens(0), V))
+    loo = torch.stack([world.logits(j)[1] for j in range(3)])
+    target = fire_target(logits[1], world.logits()[1], loo, step_scale=3.0)
+    g_minus = induced_gradient(logits[1], target.log_probs)
+    torch.testing.assert_close(found.gradient, torch.cat([g_plus / 40, g_minus / 30]) @ world.weight / world.prompts)
     norms = torch.cat([g_plus, g_minus]).norm(dim=-1)
     assert (norms <= rho * (1 + 1e-9)).all()
     assert (norms >= rho * (1 - 1e-9)).any(), "some tokens must lie on the boundary for this test to mean anything"
+
+
+# ---- The head ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_head_with_bias_softcap_scale_temperature_and_override():
@@ -246,8 +320,8 @@ def test_a_trained_head_gets_its_gradient():
     hidden = torch.randn(11, H, dtype=torch.float64, requires_grad=True)
     tokens, weights = torch.randint(V, (11,)), torch.rand(11, dtype=torch.float64)
 
-    def nll(logits, rows):
-        return -logits.log_softmax(-1).gather(-1, tokens[rows, None])[:, 0]
+    def nll(logits, chunk):
+        return -logits.log_softmax(-1).gather(-1, tokens[chunk, None])[:, 0]
 
     chunked = chunked_token_loss(Head(projection), hidden, weights, nll)
     found = torch.autograd.grad(3 * chunked, [hidden, *projection.parameters()])
@@ -257,14 +331,87 @@ def test_a_trained_head_gets_its_gradient():
         torch.testing.assert_close(a, b)
 
 
-def test_averages_merge_over_ranks():
-    first, second = Averages(), Averages()
-    first.add(x=torch.tensor([1.0, 2.0]))
-    second.add(x=6.0, y=torch.tensor([]))
+def test_metrics_merge():
+    first, second = Metrics(), Metrics()
+    first.mean(x=torch.tensor([1.0, 2.0]))
+    second.mean(x=6.0, y=torch.tensor([]))
     first.maximum(m=torch.tensor([3.0, 5.0]))
     second.maximum(m=torch.tensor([4.0]))
-    merged = Averages().merge([first, second])
-    assert merged.means() == {"x": 3.0, "m": 5.0}
+    assert Metrics().merge([first, second]).row() == {"x": 3.0, "m": 5.0}
+
+
+# ---- Settings ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "table"),
+    [
+        ("veto", {"group_size": 1, "beta_start": 0.8, "beta_end": 0.0}),
+        ("demopsd", {"group_size": 1, "alpha_max": 0.15, "beta": 50.0, "reference": "ema"}),
+        ("top_d", {"group_size": 4, "alpha": 0.2, "clip": 0.2, "epochs": 1, "minibatch_prompts": 1}),
+        ("tropd", {"group_size": 4, "beta": 1e-3, "max_prefix": 384, "top_k": 64}),
+    ],
+)
+def test_settings_default_to_the_papers_table(method, table):
+    assert vars(load_objective(method)) == table
+
+
+@pytest.mark.parametrize(
+    ("method", "method_settings", "message"),
+    [
+        ("full_context", {"group_size": 0}, "group_size"),
+        ("on_policy_sft", {"group_size": 1.5}, "group_size"),
+        ("on_policy_sft", {"temperature": -0.5}, "temperature"),
+        ("on_policy_sft", {"temperature": "hot"}, "temperature"),
+        ("scope", {"group_size": -1}, "group_size"),
+        ("scope", {"weight_temperature": 0}, "weight_temperature"),
+        ("scope", {"weight_temperature": -1.0}, "weight_temperature"),
+        ("scope", {"weight_temperature": math.nan}, "weight_temperature"),
+        ("scope", {"weight_temprature": 1.0}, "weight_temprature"),
+        ("srpo", {"group_size": 0}, "group_size"),
+        ("srpo", {"beta": -1.0}, "beta"),
+        ("srpo", {"beta": math.inf}, "beta"),
+        ("srpo", {"clip": -0.2}, "clip"),
+        ("srpo", {"ratio_cap": 0.5}, "ratio_cap"),
+        ("srpo", {"deviation": "biased"}, "deviation"),
+        ("veto", {"beta_strat": 1}, "'veto' has no setting 'beta_strat'; did you mean 'beta_start'"),
+        ("veto", {"xyz": 1}, "no setting 'xyz'; it has group_size, beta_start, beta_end"),
+        ("veto", {"beta_start": "high"}, "beta_start is 'high'; expected a number"),
+        ("veto", {"beta_start": -0.1}, "beta_start is -0.1"),
+        ("veto", {"beta_end": -1}, "beta_end -1.0"),
+        ("veto", {"beta_start": math.inf}, "beta_start is inf"),
+        ("veto", {"beta_end": "nan"}, "beta_end is 'nan'; expected a number"),
+        ("veto", {"group_size": 0}, "group_size is 0"),
+        ("demopsd", {"alpha": 0.1}, "did you mean 'alpha_max'"),
+        ("demopsd", {"alpha_max": 1.5}, "alpha_max is 1.5"),
+        ("demopsd", {"alpha_max": -0.1}, "alpha_max is -0.1"),
+        ("demopsd", {"beta": -1}, "beta is -1.0"),
+        ("demopsd", {"beta": math.inf}, "beta is inf"),
+        ("demopsd", {"reference": "teacher"}, "reference is 'teacher'; expected 'ema' or 'student'"),
+        ("demopsd", {"alpha_max": True}, "alpha_max is True; expected a number"),
+        ("top_d", {"alpha": 1.01}, "alpha is 1.01"),
+        ("top_d", {"clip": -0.2}, "clip is -0.2"),
+        ("top_d", {"epochs": 0}, "epochs is 0"),
+        ("top_d", {"epochs": 1.5}, "epochs is 1.5; expected a whole number"),
+        ("top_d", {"minibatch_prompts": 0}, "minibatch_prompts 0"),
+        ("top_d", {"group_size": True}, "group_size is True; expected a whole number"),
+        ("tropd", {"max_prefix": -1}, "max_prefix is -1"),
+        ("tropd", {"top_k": 0}, "top_k 0"),
+        ("tropd", {"top_k": [64]}, "top_k is .*; expected a whole number"),
+        ("tropd", {"beta": -1e-3}, "beta is -0.001"),
+        ("tropd", {"beta": math.inf}, "beta is inf"),
+        ("tropd", {"group_size": None}, "group_size is None; expected a whole number"),
+    ],
+)
+def test_invalid_settings_are_refused_by_name(method, method_settings, message):
+    with pytest.raises(ValueError, match=f"method_settings.*{message}"):
+        load_objective(method, method_settings)
+
+
+def test_settings_may_be_text():
+    objective = load_objective("tropd", {"beta": "1e-3", "top_k": "8", "max_prefix": 16.0})
+    assert (objective.beta, objective.top_k, objective.max_prefix) == (1e-3, 8, 16)
+    assert isinstance(objective.max_prefix, int)
 
 
 def test_unknown_methods():
