@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import re
 from typing import Any
 
 from rich.console import Console, Group
@@ -12,6 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
+
+from firedistill.terminal import visible as visible
 
 # Column title, key in metrics.jsonl, format; a column shows where the method has the value.
 COLUMNS = [
@@ -131,20 +131,6 @@ def cells(columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> lis
         form.format(metrics[key]) if key in metrics and metrics[key] == metrics[key] else "-".rjust(width(form))
         for _, key, form in columns
     ]
-
-
-def visible(text: str) -> str:
-    """Text of models, datasets and files for a terminal: what would steer it, or reorder the line, is shown as an escape."""
-    return re.sub(
-        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], text
-    )
-
-
-class Visibly(logging.Formatter):
-    """Log lines in which names and texts of others can neither steer a terminal nor begin a line of their own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return visible(record.getMessage()).replace("\n", r"\n")
 
 
 def width(form: str) -> int:

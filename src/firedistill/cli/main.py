@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import shutil
 import sys
 import textwrap
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+
+from firedistill.terminal import quiet_libraries, visible
 
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig
@@ -63,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # not installed; the rest keeps its traceback.
         if os.environ.get("FIREDISTILL_TRACEBACK"):
             raise
-        from firedistill.cli.console import visible
 
         message = visible(" ".join(f"firedistill {parsed.command}: {error}".split()))
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
@@ -157,7 +156,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
             "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train."
         )
         return 0
-    from firedistill.cli.console import accuracy_line, visible
+    from firedistill.cli.console import accuracy_line
 
     trainer = trainer_for(arguments)
     trainer.run_log = None  # an evaluation on its own is no part of the run
@@ -189,7 +188,6 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     from firedistill.attribution import save_attribution
-    from firedistill.cli.console import visible
     from firedistill.cli.inspect import print_inspection
     from firedistill.evaluation import answer_examples
     from firedistill.run.checkpoints import newest_checkpoint
@@ -270,7 +268,6 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
 
         console.print(f"wrote {plot_runs(options.runs, output)}", soft_wrap=True)
         return 0
-    from firedistill.cli.console import visible
     from firedistill.report.build import write_report
 
     study, written = write_report(options.runs, output)
@@ -283,45 +280,9 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
 
 def bench_command(arguments: Sequence[str], console: Console) -> int:
     """Measure what the package costs on this machine."""
-    from firedistill.benchmarks import BENCHMARKS, load_benchmark, missing_package
-    from firedistill.benchmarks.harness import Options, hardware, result, table, write
+    from firedistill.cli.bench import bench_command
 
-    parser = argparse.ArgumentParser(
-        prog="firedistill bench", description="Times and memory on this machine; both sides of each comparison take turns."
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}; all of them if none is given")
-    parser.add_argument("--quick", action="store_true", help="small sizes")
-    parser.add_argument("--model", help="hub id or folder of an instruct model; a random one if not given")
-    parser.add_argument("--repeats", type=int, help="timed runs of each side")
-    parser.add_argument("--threads", type=int, help="processor threads; by default what PyTorch chooses")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("-o", "--output", default="bench", help="folder for a .json and a .png per benchmark (bench)")
-    options = parser.parse_args(list(arguments))
-    for name, value in (("repeats", options.repeats), ("threads", options.threads)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; expected 1 or more")
-    benchmarks = {name: load_benchmark(name) for name in options.names or BENCHMARKS}
-    import torch
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    quiet_libraries()
-    chosen = Options(options.model, options.repeats, options.device)
-    for name, benchmark in benchmarks.items():
-        if not options.names and (package := missing_package(benchmark)):
-            console.print(f"{name} left out: it compares with {package}, which is not installed")
-            continue
-        sizes = benchmark.SIZES["quick" if options.quick else "full"]
-        machine, rows = hardware(), []
-        with console.status(name) as status:
-            for row in benchmark.run(sizes, chosen):
-                rows.append(row)
-                status.update(f"{name}: {len(rows)} measurements")
-        found = result(name, benchmark.TITLE, sizes, chosen, rows, machine)
-        console.print(table(found))
-        for path in write(found, Path(options.output), benchmark.sweeps(sizes)):
-            console.print(f"wrote {path}", soft_wrap=True)
-    return 0
+    return bench_command(arguments, console)
 
 
 COMMANDS = {
@@ -344,7 +305,6 @@ def check_before_training(trainer, console: Console, notes: bool) -> None:
     Raises:
         ValueError: there are errors.
     """
-    from firedistill.cli.console import visible
     from firedistill.cli.preflight import preflight
 
     findings = preflight(trainer)
@@ -488,15 +448,3 @@ def print_help(config_class: type, console: Console, command: str, everything: b
     if everything:
         out += textwrap.wrap(", ".join(f.name for f in inherited), 100, initial_indent="  ", subsequent_indent="  ")
     console.print("\n".join(out))
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' own bars and notes to developers off the screen; their warnings to users stay."""
-    import transformers
-
-    from firedistill.cli.console import Visibly
-
-    transformers.utils.logging.disable_progress_bar()
-    if logging.lastResort is not None:  # prints our warnings where nobody has set up logging
-        logging.lastResort.setFormatter(Visibly())
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
