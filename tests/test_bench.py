@@ -1,4 +1,4 @@
-"""The benchmarks: every one of them runs at tiny sizes, compares like with like, and says what it measured."""
+"""Benchmarks: each runs at tiny sizes, compares variants that do the same, and reports finite numbers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What `firedistill bench --quick` leaves, by benchmark."""
+    """The JSON files of `firedistill bench --quick`, by benchmark."""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         for name, sizes in TINY.items():
@@ -79,7 +79,7 @@ SIDES = {
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_every_benchmark_leaves_finite_medians_of_both_sides(results, name):
+def test_every_benchmark_writes_finite_medians_of_all_variants(results, name):
     assert set(TINY) == set(BENCHMARKS)
     if name not in results:
         pytest.skip(f"{missing_package(load_benchmark(name))} is not installed")
@@ -91,12 +91,12 @@ def test_every_benchmark_leaves_finite_medians_of_both_sides(results, name):
         assert row["seconds"]["median"] > 0
         assert all(math.isfinite(row[key]) and row[key] > 0 for key in ("relative", "relative_processor"))
     cases = {harness.case_name(row["case"]) for row in timed}
-    for case in cases:  # both sides of each, the baseline first
+    for case in cases:  # all variants, the baseline first
         of_case = [row for row in timed if harness.case_name(row["case"]) == case]
         assert len(of_case) == len(SIDES[name]) and of_case[0]["relative"] == 1.0
 
 
-def test_the_hardware_is_told_without_the_name_of_the_machine(results):
+def test_the_hardware_is_recorded_without_the_name_of_the_machine(results):
     for result in results.values():
         hardware = result["hardware"]
         assert hardware["threads"] == torch.get_num_threads() and hardware["torch"] == torch.__version__
@@ -106,55 +106,50 @@ def test_the_hardware_is_told_without_the_name_of_the_machine(results):
         assert platform.node() not in text or len(platform.node()) < 4
 
 
-def test_memory_is_that_of_a_process_of_its_own(results):
+def test_peak_memory_is_measured_in_a_new_process(results):
     peaks = [row["peak_mib"] for row in results["fire_head"]["rows"] if "peak_mib" in row]
-    assert len(peaks) == 3  # both sides, and the whole step
+    assert len(peaks) == 3  # two variants, and the whole step
     assert all(peak is None or 0 <= peak < 500 for peak in peaks)
     held = harness.peak_mib(hold, 64, 16)
     assert held == {64: None, 16: None} or (60 < held[64] < 90 and 12 < held[16] < 40)
 
 
 def hold(*sizes: int):
-    """Functions that fill so many MiB and give them back."""
+    """Functions that fill and free the given numbers of MiB."""
     return {mib: lambda mib=mib: float(torch.ones(mib, 2**18).sum()) for mib in sizes}
 
 
-def test_the_two_sides_of_the_head_do_the_same():
-    setting = fire_head.make_setting(12, 60, 8, 3, "float32", 0.5, "cpu")
+def test_all_variants_of_the_head_compute_the_same_loss_and_gradient():
+    setting = fire_head.Setting({"tokens": 12, "vocabulary": 60, "fields": 3, "over": 0.5}, 8, "float32", "cpu")
     losses, gradients = [], []
-    for variant in (fire_head.LITERAL, fire_head.UNCHUNKED, fire_head.FUSED, fire_head.LAZY):
+    for variant in (fire_head.LITERAL, fire_head.UNCHUNKED, fire_head.FUSED, fire_head.TWO_PASSES):
         losses.append(fire_head.VARIANTS[variant](setting))
         gradients.append(setting.student.grad.clone())
     for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
         torch.testing.assert_close(loss, losses[0], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-6)
-    over = (fire_head.fused(setting).chi > 0).float().mean()
-    assert over == 0.5
+    over = (setting.fire(loo_hidden=setting.views[1:]).chi > 0).float().mean()
+    assert over == setting.tokens_over_radius == 0.5
 
 
-def test_one_response_in_ten_is_over_the_radius():
+def test_the_step_scale_leaves_one_response_in_ten_over_the_radius():
     steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
     steps.set_over(0.1)
     assert steps.step_scale >= 1
-    counts = [int((tokens > 1 / steps.step_scale).sum()) for tokens in steps.excess(*steps.states())]
+    counts = [int((tokens > 1 / steps.step_scale).sum()) for tokens in steps.excess()]
     assert sum(count > 0 for count in counts) == 1
-    steps.step("fire")
-    tokens = sum(STEP.responses)
-    assert steps.facts()["tokens_over_radius"] == pytest.approx(sum(counts) / tokens)
-    fire = steps.facts()
-    steps.step("full_context")
-    full = steps.facts()
+    fire = steps.facts(steps.step("fire"))
+    assert fire["tokens_over_radius"] == pytest.approx(sum(counts) / sum(STEP.responses))
+    full = steps.facts(steps.step("full_context"))
     steps.set_over(1.0, of_tokens=True)
-    steps.step("fire")
-    assert steps.facts()["tokens_over_radius"] == 1
-    # Two views more are read of one response out of ten, then of all ten.
-    one, all_ten = (facts["teacher_tokens"] - full["teacher_tokens"] for facts in (fire, steps.facts()))
+    all_over = steps.facts(steps.step("fire"))
+    assert all_over["tokens_over_radius"] == 1
+    # Beyond the full view, FIRE reads two views of one response in ten, then of all ten.
+    one, all_ten = (facts["teacher_tokens"] - full["teacher_tokens"] for facts in (fire, all_over))
     assert 5 * one < all_ten < 20 * one
-    rollouts = steps.rollouts()
-    steps.step("full_context", share_prefixes=False)
-    plain = steps.facts()["teacher_tokens"]
-    assert plain == sum(steps.trainer.view_tokens(rollout, "full") for rollout in rollouts)
-    assert full["teacher_tokens"] < plain  # what the prompts of a micro-batch have in common is read once
+    plain = steps.facts(steps.step("full_context", share_prefixes=False))["teacher_tokens"]
+    assert plain == sum(steps.teachers[False].view_tokens(rollout, "full") for rollout in steps.rollouts_with_feedback())
+    assert full["teacher_tokens"] < plain  # the common beginning of the prompts of a micro-batch is read once
 
 
 def test_a_repeated_step_is_the_same_step():
@@ -162,16 +157,15 @@ def test_a_repeated_step_is_the_same_step():
     steps.set_over(1.0, of_tokens=True)
     seen = []
     for share_prefixes in (True, False, True):
-        steps.step("fire", share_prefixes)
-        log = steps.trainer.step_log
-        seen.append((float(log.loss), log.grad_norms[0], steps.facts()["teacher_tokens"]))
+        row = steps.step("fire", share_prefixes).row()
+        seen.append((row["loss"], row["grad_norm"], row["teacher_tokens"]))
     assert seen[0] == seen[2] and seen[0][1] > 0
     assert seen[1][:2] == pytest.approx(seen[0][:2], rel=0.05)  # one pass per view gives the same up to bfloat16
     assert seen[1][2] > seen[0][2]
 
 
-def test_the_relative_time_is_of_the_same_turn(monkeypatch):
-    """Turn by turn the second side takes half the time of the first, however slow the machine is in that turn."""
+def test_the_relative_time_compares_runs_of_the_same_turn(monkeypatch):
+    """In every turn the second variant takes half the time of the first; the second turn is slower."""
     clock = iter([0.0, 2.0, 10.0, 11.0, 20.0, 28.0, 30.0, 34.0])
     monkeypatch.setattr(harness.time, "perf_counter", lambda: next(clock))
     first, second = harness.rows({}, {"a": lambda: None, "b": lambda: None}, 2, warm_up=False)
@@ -186,7 +180,7 @@ def test_the_relative_time_is_of_the_same_turn(monkeypatch):
         (["step", "--repeats", "0"], "--repeats is 0"),
     ],
 )
-def test_mistakes_are_told_in_one_line(arguments, message, capsys, tmp_path):
+def test_user_errors_are_reported_in_one_line(arguments, message, capsys, tmp_path):
     assert cli.main(["bench", *arguments, "-o", str(tmp_path / "out")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,11 @@
-"""What the package costs, measured: each claim with both sides in one process, behind `firedistill bench` and `benchmarks/*.py`."""
+"""Benchmarks: what each part of a training step costs, next to a naive implementation of the same part.
+
+A benchmark is a module with
+
+- `TITLE`, one line, and `SIZES`, its sizes under the keys `full` and `quick`;
+- `run(sizes, options)`, which yields the rows of its table (see `harness.rows`);
+- optionally `sweeps(sizes)`, which quantities its figure varies (see `harness.plot`), and `NEEDS`, a package that it compares with.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-# A benchmark is a module with TITLE (one line), SIZES ({"full": ..., "quick": ...}), `sweeps(sizes)` (see `harness.plot`) and
-# `run(sizes, options)`, which yields the rows of its table; see `harness.rows`. NEEDS is a package that it compares with.
-BENCHMARKS = {
-    "fire_head": "firedistill.benchmarks.fire_head",
-    "teacher_views": "firedistill.benchmarks.teacher_views",
-    "step": "firedistill.benchmarks.step",
-    "fields": "firedistill.benchmarks.fields",
-    "rollouts": "firedistill.benchmarks.rollouts",
-    "sdpo": "firedistill.benchmarks.sdpo",
-}
+BENCHMARKS = ("fire_head", "teacher_views", "step", "fields", "rollouts", "sdpo")
 
 
 def missing_package(benchmark: ModuleType) -> str | None:
@@ -25,10 +23,11 @@ def missing_package(benchmark: ModuleType) -> str | None:
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """
+    """The module of a benchmark.
+
     Raises:
-        ValueError: no such benchmark.
+        ValueError: no benchmark has this name.
     """
     if name not in BENCHMARKS:
         raise ValueError(f"unknown benchmark {name!r}; known are {', '.join(BENCHMARKS)}")
-    return importlib.import_module(BENCHMARKS[name])
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,26 +1,20 @@
-"""How the cost of a FIRE step grows with the number of fields B, where nothing can be left out.
+"""The cost of a FIRE step against the number of feedback fields B, in the worst case.
 
-All responses are wrong and every token violates the radius, so that every view counts everywhere. All fields have the same length;
-the prompts of the teacher grow with their number, and so does the step of Full Context.
+All responses are wrong and every token violates the radius, so that every view is needed everywhere. All fields have the same length;
+the teacher's prompts grow with their number, and so does the Full Context step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes, prepared_steps
+from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
+from firedistill.metrics import Metrics
 
 TITLE = "A whole FIRE step against the number of feedback fields, every token over the radius"
-
-# By name: the method, and whether prefixes are shared.
-VARIANTS = {
-    "full context": ("full_context", True),
-    "fire": ("fire", True),
-    "fire, one pass per view": ("fire", False),
-}
 
 
 @dataclass
@@ -29,7 +23,7 @@ class Sizes:
     field_words: int = 90
     fields: tuple[int, ...] = (1, 2, 4, 8)
     responses: tuple[int, ...] = (200,)
-    model: ModelSizes = field(default_factory=ModelSizes)
+    model: ModelSizes = ModelSizes()
     repeats: int = 3
     memory: bool = True
 
@@ -40,25 +34,28 @@ SIZES = {
 }
 
 
-def sweeps(sizes: Sizes) -> dict:
+def sweeps(sizes: Sizes) -> dict[str, dict]:
     return {"fields": {}}
+
+
+def variants_of(steps: PrescribedSteps) -> dict[str, Callable[[], Metrics]]:
+    steps.set_over(1.0, of_tokens=True)  # also a warm-up
+    return {
+        "full context": partial(steps.step, "full_context"),
+        "fire": partial(steps.step, "fire"),
+        "fire, one pass per view": partial(steps.step, "fire", share_prefixes=False),
+    }
+
+
+def prepared(*sizes_and_options) -> dict[str, Callable[[], Metrics]]:
+    return variants_of(PrescribedSteps(*sizes_and_options))
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     for count in sizes.fields:
-        step_sizes = StepSizes(sizes.prompt, (sizes.field_words,) * count, sizes.responses)
+        case, step_sizes = {"fields": count}, StepSizes(sizes.prompt, (sizes.field_words,) * count, sizes.responses)
         steps = PrescribedSteps(step_sizes, sizes.model, options)
-        steps.set_over(1.0, of_tokens=True)
-
-        def facts(variant: str, steps: PrescribedSteps = steps) -> dict[str, float]:
-            return steps.facts()
-
-        yield from harness.rows(
-            {"fields": count},
-            {name: partial(steps.step, *variant) for name, variant in VARIANTS.items()},
-            options.repeats or sizes.repeats,
-            warm_up=False,  # choosing the step scale was one
-            details=facts,
-        )
+        repeats = options.repeats or sizes.repeats
+        yield from harness.rows(case, variants_of(steps), repeats, warm_up=False, details=steps.facts)
         if sizes.memory:
-            yield from harness.memory_rows({"fields": count}, prepared_steps, VARIANTS, step_sizes, sizes.model, options)
+            yield from harness.memory_rows(case, prepared, step_sizes, sizes.model, options)

@@ -1,7 +1,7 @@
-"""How benchmarks measure, and what they leave: times of variants that take turns, peak memory, the hardware, a table, a picture.
+"""Measurement and output of benchmarks: times, peak memory, hardware, a table and a figure.
 
-All variants of a case are timed in one process and in turn, so that whatever else the machine does hits all of them alike, and
-compared within each turn. On a shared machine the processor time is the robust number: what other processes take is not in it.
+The variants of a case run in one process and take turns, so that other load on the machine affects all of them alike. Ratios compare
+runs of the same turn. On a shared machine, use the CPU time: it excludes the time of other processes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import multiprocessing
 import os
 import platform
-import statistics
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -23,22 +23,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.table import Table
 
+from firedistill.terminal import quiet_libraries
+
 MIB = 2**20
-M_MMAP_THRESHOLD = -3  # of malloc.h
+M_MMAP_THRESHOLD = -3  # malloc.h
+NO_GLIBC = (OSError, AttributeError, TypeError)  # what ctypes and /proc raise on other systems
 
 Row = dict[str, Any]
+Variants = Mapping[str, Callable[[], Any]]
 
 
 @dataclass
 class Options:
-    """What a user chooses.
+    """Options of the command line.
 
     Attributes:
-        model: hub id or folder for the benchmarks that run a model; None is a random one.
-        repeats: timed runs per variant; None is the benchmark's own number.
+        model: hub id or folder for the benchmarks that run a model; None is a random model.
+        repeats: timed runs per variant; None is the benchmark's default.
         device: "cpu" or "cuda".
     """
 
@@ -49,97 +54,85 @@ class Options:
 
 def rows(
     case: Mapping[str, Any],
-    variants: Mapping[str, Callable[[], Any]],
+    variants: Variants,
     repeats: int,
     *,
     warm_up: bool = True,
-    details: Callable[[str], Mapping[str, Any]] = lambda variant: {},
+    details: Callable[[Any], Mapping[str, Any]] = lambda returned: {},
 ) -> list[Row]:
-    """Times of all variants of one case, in turn; the first variant is the one that the others are compared with.
+    """Times of all variants of one case, in turns. The first variant is the baseline.
 
     Args:
-        case: what is varied between the cases of a benchmark, with its value.
-        variants: functions without arguments that do all of the work.
-        repeats: timed runs of each.
-        warm_up: run each once before, untimed.
-        details: further facts about a variant, asked for after its last run.
+        case: the values of what varies between the cases of a benchmark.
+        variants: functions to time.
+        repeats: timed runs of each variant.
+        warm_up: also run each variant once before, untimed.
+        details: facts about a run, from what its function returned.
 
     Returns:
         A row per variant: `case`, `variant`, `seconds` and `processor_seconds` of a run (`median`, `min`, `max`), `relative` and
-        `relative_processor` (the median over the turns of its time over the first variant's), `repeats`, `details`.
+        `relative_processor` (the median over the turns of its time over the baseline's), `repeats`, `details` of the last run.
     """
-    wall: dict[str, list[float]] = {variant: [] for variant in variants}
-    processor: dict[str, list[float]] = {variant: [] for variant in variants}
-    found: dict[str, dict[str, Any]] = {}
-    for repeat in range(-1 if warm_up else 0, repeats):
-        for variant, function in variants.items():
+    found: dict[str, Mapping[str, Any]] = {}
+    times = np.zeros((2, len(variants), repeats))  # wall clock and CPU
+    for turn in range(-1 if warm_up else 0, repeats):
+        for number, (variant, function) in enumerate(variants.items()):
             gc.collect()
-            synchronise()
-            wall_start, processor_start = time.perf_counter(), time.process_time()
-            function()
-            synchronise()
-            if repeat >= 0:
-                wall[variant].append(time.perf_counter() - wall_start)
-                processor[variant].append(time.process_time() - processor_start)
-            found[variant] = dict(details(variant))
-    first = next(iter(variants))
+            synchronize()
+            start = time.perf_counter(), time.process_time()
+            returned = function()
+            synchronize()
+            if turn >= 0:
+                times[:, number, turn] = time.perf_counter() - start[0], time.process_time() - start[1]
+            found[variant] = dict(details(returned))
+    relative = np.median(times / times[:, :1].clip(min=1e-9), axis=-1)
     return [
         {
             "case": dict(case),
             "variant": variant,
-            "seconds": spread(wall[variant]),
-            "processor_seconds": spread(processor[variant]),
-            "relative": relative(wall[variant], wall[first]),
-            "relative_processor": relative(processor[variant], processor[first]),
+            "seconds": spread(times[0, number]),
+            "processor_seconds": spread(times[1, number]),
+            "relative": float(relative[0, number]),
+            "relative_processor": float(relative[1, number]),
             "repeats": repeats,
             "details": found[variant],
         }
-        for variant in variants
+        for number, variant in enumerate(variants)
     ]
 
 
-def memory_rows(case: Mapping[str, Any], factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments: Any) -> list[Row]:
-    """A row per variant with its peak memory; `factory(*arguments)` prepares the case and makes the functions to measure."""
-    peaks = peak_mib(factory, *arguments)
-    return [{"case": dict(case), "variant": variant, "peak_mib": peak} for variant, peak in peaks.items()]
+def spread(values: np.ndarray) -> dict[str, float]:
+    return {"median": float(np.median(values)), "min": float(values.min()), "max": float(values.max())}
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def relative(values: list[float], baseline: list[float]) -> float:
-    return statistics.median(value / max(base, 1e-9) for value, base in zip(values, baseline, strict=True))
-
-
-def synchronise() -> None:
+def synchronize() -> None:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def peak_mib(factory: Callable[..., Mapping[str, Callable[[], Any]]], *arguments: Any) -> dict[str, float | None]:
-    """Peak memory in MiB of one run beyond what was held before it, by variant; None where it cannot be read.
+def memory_rows(case: Mapping[str, Any], factory: Callable[..., Variants], *arguments: Any) -> list[Row]:
+    """A row per variant with its peak memory; see `peak_mib`."""
+    peaks = peak_mib(factory, *arguments)
+    return [{"case": dict(case), "variant": variant, "peak_mib": peak} for variant, peak in peaks.items()]
 
-    Of the GPU if the run uses one; else resident memory, which only Linux tells, without what the allocator would keep of freed
-    blocks. In a process of its own, where no other work has left memory that could be used again; the variants run there one after
-    the other.
+
+def peak_mib(factory: Callable[..., Variants], *arguments: Any) -> dict[str, float | None]:
+    """Peak memory in MiB of one run of each variant, beyond what was held before the run; None if it cannot be read.
+
+    GPU memory if the run uses a GPU, otherwise resident memory (Linux only). The variants run one after the other in a new process,
+    where no earlier work has left memory to reuse.
 
     Args:
-        factory: a function of a module, which the new process imports; it answers the functions to measure.
+        factory: a function at module level, which the new process imports; `factory(*arguments)` returns the variants.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peaks_mib, torch.get_num_threads(), factory, arguments).result()
 
 
-def _peaks_mib(threads: int, factory: Callable[..., Mapping[str, Callable[[], Any]]], arguments: tuple) -> dict:
-    from firedistill.cli.main import quiet_libraries
-
+def _peaks_mib(threads: int, factory: Callable[..., Variants], arguments: tuple) -> dict[str, float | None]:
     torch.set_num_threads(threads)
     quiet_libraries()
-    with suppress(
-        OSError, AttributeError, TypeError
-    ):  # where there is no such function, there is no resident memory to read either
-        # From the start, blocks above 1 MiB go back when they are freed: what is resident is what is needed.
+    with suppress(*NO_GLIBC):  # return freed blocks above 1 MiB to the system, so that resident memory is memory in use
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     return {variant: _peak_mib(function) for variant, function in factory(*arguments).items()}
 
@@ -148,29 +141,30 @@ def _peak_mib(function: Callable[[], Any]) -> float | None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-        before: float = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_allocated()
         function()
-        return (torch.cuda.max_memory_allocated() - before) / MIB
+        return (torch.cuda.max_memory_allocated() - held) / MIB
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before would hide a part of the peak
+        ctypes.CDLL(None).malloc_trim(0)  # memory that was freed earlier would hide a part of the peak
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-        before = status_mib("VmRSS")
-    except (OSError, AttributeError, TypeError):
+        resident = _status_mib("VmRSS")
+    except NO_GLIBC:
         return None
     function()
-    return status_mib("VmHWM") - before
+    return _status_mib("VmHWM") - resident
 
 
-def status_mib(field: str) -> float:
-    """A line of the process's status, which is in kB."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
-    return int(line.split()[1]) / 1024
+def _status_mib(field: str) -> float:
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status[field].split()[0]) / 1024  # kB
 
 
 def hardware() -> dict[str, Any]:
-    """The machine as far as it matters, without its name; the load says how busy it was when the measurement began."""
+    """The machine without its name, and its load at the time."""
+    cpuinfo = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:(.*)", cpuinfo.read_text() if cpuinfo.exists() else "", re.MULTILINE)
     return {
-        "processor": processor_name(),
+        "processor": name[1].strip() if name else platform.processor(),
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "architecture": platform.machine(),
@@ -182,55 +176,28 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
 def result(name: str, title: str, sizes: Any, options: Options, found: Iterable[Row], machine: Mapping[str, Any]) -> Row:
-    """What is written as JSON. Of a model only its last name is kept."""
-    chosen = dataclasses.asdict(options) | {"model": Path(options.model).name if options.model else "random"}
+    """The content of the JSON file. Only the last part of a model's path is kept."""
     return {
         "benchmark": name,
         "title": title,
         "hardware": dict(machine),
-        "options": chosen,
+        "options": dataclasses.asdict(options) | {"model": Path(options.model).name if options.model else "random"},
         "sizes": dataclasses.asdict(sizes),
         "rows": list(found),
     }
 
 
 def write(result: Row, folder: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """`NAME.json` and `NAME.png` in the folder."""
+    """Write `NAME.json` and `NAME.png`; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['benchmark']}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return [path, plot(result, folder / f"{result['benchmark']}.png", sweeps)]
-
-
-def table(result: Row) -> Table:
-    """Times and memory as a person reads them: a line per case and variant."""
-    shown = Table(title=result["title"])
-    for column in ("case", "variant"):
-        shown.add_column(column, overflow="fold")
-    for column in ("seconds", "from", "to", "processor", "relative", "of processor", "peak MiB"):
-        shown.add_column(column, justify="right")
-    for row in merged(result["rows"]):
-        cells = ["-"] * 6
-        if "seconds" in row:
-            wall = row["seconds"]
-            numbers = (wall["median"], wall["min"], wall["max"], row["processor_seconds"]["median"])
-            cells = [f"{n:.3g}" for n in numbers] + [f"{row['relative']:.2f}", f"{row['relative_processor']:.2f}"]
-        peak = row.get("peak_mib")
-        shown.add_row(case_name(row["case"]), row["variant"], *cells, "-" if peak is None else f"{peak:.0f}")
-    return shown
+    return [path, plot(result, path.with_suffix(".png"), sweeps)]
 
 
 def merged(found: Iterable[Row]) -> list[Row]:
-    """Rows of the same case and variant as one: times and memory are measured apart."""
+    """One row per case and variant: times and memory are measured separately."""
     together: dict[tuple[str, str], Row] = {}
     for row in found:
         together.setdefault((case_name(row["case"]), row["variant"]), {}).update(row)
@@ -241,52 +208,55 @@ def case_name(case: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in case.items())
 
 
+def table(result: Row) -> Table:
+    """Times and memory, a line per case and variant."""
+    shown = Table(title=result["title"])
+    for column in ("case", "variant"):
+        shown.add_column(column, overflow="fold")
+    for column in ("seconds", "from", "to", "processor", "relative", "of processor", "peak MiB"):
+        shown.add_column(column, justify="right")
+    for row in merged(result["rows"]):
+        cells = ["-"] * 6
+        if wall := row.get("seconds"):
+            numbers = (wall["median"], wall["min"], wall["max"], row["processor_seconds"]["median"])
+            cells = [f"{n:.3g}" for n in numbers] + [f"{row['relative']:.2f}", f"{row['relative_processor']:.2f}"]
+        peak = row.get("peak_mib")
+        shown.add_row(case_name(row["case"]), row["variant"], *cells, "-" if peak is None else f"{peak:.0f}")
+    return shown
+
+
 def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Time and memory against what is swept, a column per sweep; bars of the times if nothing is.
+    """CPU time and memory against the swept quantities, a column for each; bars of the CPU times if there are none.
 
     Args:
-        sweeps: by the name of the quantity that is varied, the values of the others.
+        sweeps: the fixed values of the other quantities, by the name of the swept one.
     """
     from matplotlib.figure import Figure  # takes a second to import
 
     found = merged(result["rows"])
-    measures = (("processor seconds", lambda row: row.get("processor_seconds", {}).get("median")), ("peak MiB", peak_of))
-    if not sweeps:
-        labels = [f"{row['variant']} ({case_name(row['case'])})" if row["case"] else row["variant"] for row in found]
-        figure = Figure(figsize=(8, 0.9 + 0.4 * len(found)), layout="constrained")
-        axis = figure.subplots()
-        values = [row["processor_seconds"]["median"] if "seconds" in row else math.nan for row in found]
-        bars = axis.barh(labels[::-1], values[::-1], color="tab:blue")
-        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-        axis.set_xlabel("processor seconds (median)", fontsize=9)
-        axis.tick_params(labelsize=8)
-        axis.margins(x=0.12)
-    else:
+    seconds = [row.get("processor_seconds", {}).get("median", math.nan) for row in found]
+    if sweeps:
         figure = Figure(figsize=(max(6.4, 3.7 * len(sweeps)), 5.6), layout="constrained")
         axes = figure.subplots(2, len(sweeps), squeeze=False)
-        for column, (name, others) in enumerate(sweeps.items()):
-            for axis, (label, value_of) in zip(axes[:, column], measures, strict=True):
-                lines: dict[str, list[tuple[float, float]]] = {}
-                for row in found:
-                    case, value = row["case"], value_of(row)
-                    if value is not None and name in case and all(case.get(k) == v for k, v in others.items()):
-                        lines.setdefault(row["variant"], []).append((case[name], value))
-                for number, variant in enumerate(dict.fromkeys(row["variant"] for row in found)):
-                    if variant in lines:  # a variant has one colour in all panels
-                        axis.plot(*zip(*sorted(lines[variant]), strict=True), marker="o", color=f"C{number}", label=variant)
-                axis.set_xlabel(name, fontsize=9)
-                axis.set_ylabel(label, fontsize=9)
-                axis.set_ylim(bottom=0)
+        peaks = [math.nan if row.get("peak_mib") is None else row["peak_mib"] for row in found]
+        for (name, others), column in zip(sweeps.items(), axes.T, strict=True):
+            swept = [number for number, row in enumerate(found) if others.items() <= row["case"].items()]
+            swept.sort(key=lambda number: found[number]["case"][name])
+            for label, values, axis in zip(("processor seconds", "peak MiB"), (seconds, peaks), column, strict=True):
+                for variant in dict.fromkeys(row["variant"] for row in found):  # each has the same colour in all panels
+                    points = [(found[n]["case"][name], values[n]) for n in swept if found[n]["variant"] == variant]
+                    axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=variant)
+                axis.set(xlabel=name, ylabel=label, ylim=(0, None))
                 axis.grid(alpha=0.25)
                 axis.tick_params(labelsize=8)
-        shown = {
-            line.get_label(): line for axis in axes.flat for line in axis.get_lines()
-        }  # not every variant is in every panel
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=3, fontsize=8)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    else:
+        figure = Figure(figsize=(8, 0.9 + 0.4 * len(found)), layout="constrained")
+        axis = figure.subplots()
+        bars = axis.barh([f"{row['variant']} ({case_name(row['case'])})" for row in found], seconds)
+        axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axis.set(xlabel="processor seconds (median)", xmargin=0.12)
+        axis.invert_yaxis()
     figure.suptitle(result["title"], fontsize=10)
     figure.savefig(path, dpi=120)
     return path
-
-
-def peak_of(row: Row) -> float | None:
-    return row.get("peak_mib")

@@ -1,16 +1,16 @@
-"""Sampling with the adapter: the package's own loop on a merged copy, against `generate` with the adapter as it is.
+"""Sampling with the adapter: the package's decoding loop on a merged copy, compared with `generate` on the unmerged adapter.
 
-Every response is sampled to its full length, since nothing stops it, so that all variants make the same number of steps. The bare
-forwards are the floor of a loop that runs the merged model as it is: the prompts once, then a token per row and step, with nothing
-chosen and nothing read.
+Every response is sampled to its full length, so that all variants make the same number of steps. "Bare forwards" is the lower bound of
+a loop over the merged model: it reads the prompts once, then one token per row and step, without choosing tokens.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import cast
 
 import torch
@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, model_of, words
 from firedistill.models.lora import add_lora
+from firedistill.models.states import inference_mode
 from firedistill.prompts import PromptEncoder
+from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import _Batch
-from firedistill.rollouts.engine import Sampling
-from firedistill.rollouts.hf import HFRolloutEngine, inference_mode
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import merged_adapter
 
 TITLE = "Sampling with a LoRA adapter"
@@ -30,80 +31,50 @@ TITLE = "Sampling with a LoRA adapter"
 
 @dataclass
 class Sizes:
-    """
-    Attributes:
-        prompts: words of the shortest and the longest prompt of a batch.
-        new_tokens: tokens of every response.
-        parts: measure what merging and the loop gain each, and the bare forwards.
-    """
-
     batches: tuple[int, ...] = (8, 32)
-    prompts: tuple[int, int] = (60, 150)
-    new_tokens: int = 200
-    parts: bool = True
-    model: ModelSizes = field(default_factory=ModelSizes)
+    prompts: tuple[int, int] = (60, 150)  # words of the shortest and the longest prompt
+    new_tokens: int = 200  # tokens of every response
+    parts: bool = True  # also measure the gain of merging and of the loop separately, and the bare forwards
+    model: ModelSizes = ModelSizes()
     repeats: int = 3
 
 
 SIZES = {"full": Sizes(), "quick": Sizes((8,), new_tokens=50, parts=False, model=ModelSizes(4, 256, 8192))}
 
 
-class GenerateEngine(HFRolloutEngine):
-    """Always by `generate`."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.causal_lm = None
-
-
-def sweeps(sizes: Sizes) -> dict:
-    return {}
-
-
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     base, tokenizer = model_of(sizes.model, options)
-    base.to(options.device)  # type: ignore[arg-type]  # transformers wraps `to` in a decorator without types
-    model = add_lora(base).eval()
+    model = add_lora(base).to(options.device).eval()
     draw = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:  # as after some training: an adapter of zeros would be too easy
+        if "lora_B" in name:  # as after some training: with zeros, merging would change nothing
             parameter.data.copy_(0.01 * torch.randn(parameter.shape, generator=draw))
     encoder = PromptEncoder(tokenizer)
-    law = Sampling(0.8, 0.95, sizes.new_tokens)
+    sampling = Sampling(0.8, 0.95, sizes.new_tokens)
     for batch in sizes.batches:
         prompts = [
             encoder.encode([{"role": "user", "content": words(random.Random(i).randint(*sizes.prompts), seed=i)}])
             for i in range(batch)
         ]
-        engines = {
-            "generate, unmerged": GenerateEngine(model, tokenizer, batch, merge_adapter=False),
-            "generate, merged": GenerateEngine(model, tokenizer, batch, merge_adapter=True),
-            "own loop, unmerged": HFRolloutEngine(model, tokenizer, batch, merge_adapter=False),
-            "own loop, merged": HFRolloutEngine(model, tokenizer, batch, merge_adapter=True),
-        }
-        for engine in engines.values():
+        variants: dict[str, Callable[[], object]] = {}
+        for loop, adapter in product(("generate", "own loop"), ("unmerged", "merged")):
+            engine = HFRolloutEngine(model, tokenizer, batch, merge_adapter=adapter == "merged")
             engine.stop_ids = []
-        variants: dict[str, Callable[[], int]] = {
-            name: partial(sample, engine, prompts, law) for name, engine in engines.items()
-        }
-        variants["bare forwards, merged"] = partial(bare_forwards, engines["own loop, merged"], prompts, law.max_new_tokens)
-        if not sizes.parts:
-            variants = {name: variants[name] for name in ("generate, unmerged", "own loop, merged")}
-        for name in engines.keys() & variants.keys():  # the first call pays for memory and kernels
-            sample(engines[name], prompts[:4], Sampling(0.8, 0.95, 2))
+            if loop == "generate":
+                engine.causal_lm = None
+            if sizes.parts or (loop, adapter) in (("generate", "unmerged"), ("own loop", "merged")):
+                engine.generate(prompts[:4], Sampling(0.8, 0.95, 2), seed=0)  # the first call initializes memory and kernels
+                variants[f"{loop}, {adapter}"] = partial(engine.generate, prompts, sampling, seed=0)
+        if sizes.parts:
+            variants["bare forwards, merged"] = partial(bare_forwards, engine, prompts, sizes.new_tokens)
         case = {"batch": batch, "tokens": sizes.new_tokens}
         yield from harness.rows(case, variants, options.repeats or sizes.repeats, warm_up=False)
 
 
-def sample(engine: HFRolloutEngine, prompts: list[list[int]], law: Sampling) -> int:
-    """Sampled tokens."""
-    return sum(len(response.token_ids) for response in engine.generate(prompts, law, seed=0))
-
-
-def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> int:
+def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> None:
+    causal_lm = cast(PreTrainedModel, engine.causal_lm)
     with inference_mode(engine.model), merged_adapter(engine.model):
-        batch = _Batch(cast(PreTrainedModel, engine.causal_lm), [tuple(p) for p in prompts], steps, 0, remember=False)
+        batch = _Batch(causal_lm, [tuple(prompt) for prompt in prompts], steps, pad_id=0, remember=False)
         batch.read_prompts()
         for _ in range(steps - 1):
-            batch.read(torch.full((len(prompts),), 5, device=engine.model.device))
-    return len(prompts) * steps
+            batch.read(torch.full((len(prompts),), 5, device=causal_lm.device))

@@ -1,8 +1,8 @@
-"""A Full Context step against one of `SDPOTrainer` of trl, `distillation_mode="full_logits"`: the same method in both.
+"""A Full Context step compared with a step of trl's `SDPOTrainer` with `distillation_mode="full_logits"`: the same method in both.
 
-Both get the same model, LoRA settings, prompts, responses and micro-batches, and a teacher's prompt of about the same length with the
-same feedback; the tokens that each side's teacher reads are in the details. Everything else is each side's own: trl's trainer runs
-its `train`, with what it does around a step, and only its sampling is replaced by the given responses.
+Both get the same model, LoRA settings, prompts, responses and micro-batches, and teacher prompts of about the same length with the same
+feedback; the details have the tokens that each teacher reads. The rest is each side's own: trl runs its `train`, with everything that
+it does around a step, and only its sampling is replaced by the given responses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from transformers import TrainerCallback
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes, model_of
-from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages
 
 TITLE = "A Full Context step without sampling, against trl's SDPOTrainer with full logits"
@@ -27,19 +26,9 @@ NEEDS = "trl"
 
 @dataclass
 class Sizes:
-    """
-    Attributes:
-        step: its micro-batch is replaced by each of `micro_batches`.
-        micro_batches: responses per forward and backward pass: trl's logits grow with them.
-    """
-
-    step: StepSizes = field(
-        default_factory=lambda: StepSizes(
-            prompt=150, fields=(60, 100, 145, 190), responses=tuple(range(200, 380, 25)), checkpointing=True
-        )
-    )
-    micro_batches: tuple[int, ...] = (8, 2)
-    model: ModelSizes = field(default_factory=ModelSizes)
+    step: StepSizes = StepSizes(150, (60, 100, 145, 190), tuple(range(200, 380, 25)), checkpointing=True)
+    micro_batches: tuple[int, ...] = (8, 2)  # each a case, replaces that of `step`; trl's logits grow with it
+    model: ModelSizes = ModelSizes()
     repeats: int = 3
     memory: bool = True
 
@@ -50,175 +39,135 @@ SIZES = {
 }
 
 
-def sweeps(sizes: Sizes) -> dict:
-    return {}
-
-
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     for micro_batch in sizes.micro_batches:
-        case = {"micro-batch": micro_batch}
-        these = replace(sizes, step=replace(sizes.step, micro_batch=micro_batch))
-        sides: dict[str, TrlSteps | OurSteps] = {"trl": TrlSteps(these, options), "full context": OurSteps(these, options)}
-
-        def facts(name: str, sides: dict[str, TrlSteps | OurSteps] = sides) -> dict[str, Any]:
-            return sides[name].facts()
-
-        yield from harness.rows(case, sides, options.repeats or sizes.repeats, details=facts)
-        for side in sides.values():
-            side.stop()
-        if sizes.memory:
-            for name in sides:  # apart: what one side has freed the other could use
-                yield from harness.memory_rows(case, prepare_one, name, these, options)
+        case, problem = {"micro-batch": micro_batch}, (replace(sizes.step, micro_batch=micro_batch), sizes.model, options)
+        trl = TrlSteps(*problem)
+        sides: dict[str, Callable[[], int]] = {"trl": trl, "full context": our_steps(*problem)}
+        repeats = options.repeats or sizes.repeats
+        yield from harness.rows(case, sides, repeats, details=lambda tokens: {"teacher_tokens": tokens})
+        trl.stop()
+        if sizes.memory:  # each side in its own process: it could use what the other one has freed
+            yield from harness.memory_rows(case, after_one_step, "trl", TrlSteps, *problem)
+            yield from harness.memory_rows(case, after_one_step, "full context", our_steps, *problem)
 
 
-def prepare_one(name: str, sizes: Sizes, options: harness.Options) -> dict[str, Callable[[], None]]:
-    """One side, after its first step, which makes the optimizer's state."""
-    sides: dict[str, type[TrlSteps | OurSteps]] = {"trl": TrlSteps, "full context": OurSteps}
-    side = sides[name](sizes, options)
-    side()
-    return {name: side}
+def after_one_step(name: str, side: Callable[..., Callable[[], int]], *problem: Any) -> dict[str, Callable[[], int]]:
+    """A side whose first step, which creates the optimizer's state, is done."""
+    step = side(*problem)
+    step()
+    return {name: step}
 
 
-class OurSteps:
-    def __init__(self, sizes: Sizes, options: harness.Options):
-        self.steps = PrescribedSteps(sizes.step, sizes.model, options)
+def our_steps(*problem: Any) -> Callable[[], int]:
+    """A Full Context step; each call returns the tokens that the teacher has read."""
+    steps = PrescribedSteps(*problem)
+    return lambda: steps.step("full_context").totals["teacher_tokens"]
 
-    def __call__(self) -> None:
-        self.steps.step("full_context")
 
-    def facts(self) -> dict[str, Any]:
-        return {"teacher_tokens": self.steps.trainer.step_log.sums["teacher_tokens"]}
+class TrlSteps(TrainerCallback):
+    """`SDPOTrainer.train()` in a thread that waits for a call before every optimizer step.
+
+    Raises:
+        ValueError: trl 1.16 is not installed.
+    """
+
+    def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options):
+        trainer = self.trainer(sizes, model_sizes, options)
+        self.requested, self.done = threading.Semaphore(0), threading.Semaphore(0)
+        self.stopped, self.teacher_tokens = False, 0
+        self.error: Exception | None = None
+        threading.Thread(target=self.train, args=(trainer, torch.get_num_threads()), daemon=True).start()
+        self.wait()
+
+    def __call__(self) -> int:
+        self.requested.release()
+        self.wait()
+        return self.teacher_tokens
 
     def stop(self) -> None:
-        pass
-
-
-class TrlSteps:
-    """`SDPOTrainer.train()` in a thread that waits after every optimizer step until it is asked for the next one."""
-
-    def __init__(self, sizes: Sizes, options: harness.Options):
-        steps = PrescribedSteps(sizes.step, sizes.model, options)  # prompt, feedback and responses
-        task, responses = steps.trainer.task, steps.responses
-        rows = [
-            {
-                "prompt": student_messages(task, example),
-                "privileged_context": "\n\n".join(f.text for f in task.feedback(example, "", task.verify(example, ""))),
-            }
-            for example in steps.examples
-        ]
-        model, tokenizer = model_of(sizes.model, options)
-        self.teacher_tokens = 0
-        self.trainer = make_trainer(self, model, tokenizer, steps.trainer.args, rows, responses, sizes.step)
-        self.wanted, self.done = threading.Semaphore(0), threading.Semaphore(0)
-        self.stopped = False
-        self.error: Exception | None = None
-        self.threads = torch.get_num_threads()
-        self.thread = threading.Thread(target=self.train, daemon=True)
-        self.thread.start()
-        self.wait()
-
-    def train(self) -> None:
-        torch.set_num_threads(self.threads)  # a new thread has the default
-        try:
-            self.trainer.train()
-        except Exception as error:  # raised again where the step was asked for
-            self.error = error
-        self.done.release()
-
-    def __call__(self) -> None:
-        self.wanted.release()
-        self.wait()
+        self.stopped = True
+        self()
 
     def wait(self) -> None:
         self.done.acquire()
         if self.error is not None:
             raise self.error
 
-    def facts(self) -> dict[str, Any]:
-        return {"teacher_tokens": self.teacher_tokens}
+    def train(self, trainer: Any, threads: int) -> None:
+        torch.set_num_threads(threads)  # a new thread has the default
+        try:
+            trainer.train()
+        except Exception as error:  # `wait` raises it
+            self.error = error
+        self.done.release()
 
-    def stop(self) -> None:
-        self.stopped = True
-        self.wanted.release()
-        self.thread.join()
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.done.release()
+            self.requested.acquire()
 
+    def on_step_end(self, args, state, control, **kwargs):
+        self.done.release()
+        self.requested.acquire()
+        control.should_training_stop = self.stopped
 
-def make_trainer(
-    steps: TrlSteps,
-    model: torch.nn.Module,
-    tokenizer: Any,
-    ours: SelfDistillConfig,
-    rows: list[dict[str, Any]],
-    responses: list[list[int]],
-    sizes: StepSizes,
-) -> Any:
-    """An `SDPOTrainer` whose steps are those of `PrescribedSteps`.
+    def on_teacher_context_built(self, teacher_attention_mask, **kwargs):
+        self.teacher_tokens = int(teacher_attention_mask.sum())
 
-    Raises:
-        ValueError: trl 1.16 is not installed.
-    """
-    try:
-        from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
-    except ImportError as error:
-        raise ValueError('this benchmark compares with trl 1.16: pip install "trl==1.16.0"') from error
-    from datasets import Dataset
-    from peft import LoraConfig
+    def trainer(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options) -> Any:
+        """An `SDPOTrainer` whose steps are those of `PrescribedSteps`."""
+        try:
+            from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
+        except ImportError as error:
+            raise ValueError('this benchmark compares with trl 1.16: pip install "trl==1.16.0"') from error
+        from datasets import Dataset
+        from peft import LoraConfig
 
-    class Prescribed(SDPOTrainer):
-        def _generate(self, prompt_ids):
-            return prompt_ids, responses
+        ours = PrescribedSteps(sizes, model_sizes, options)
+        teacher, rollouts = ours.teachers[True], ours.rollouts_with_feedback()
+        lora: Any = ours.model.peft_config["default"]
+        model, tokenizer = model_of(model_sizes, options)
 
-    class Turns(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 0:  # the first step, too, begins when it is asked for
-                steps.done.release()
-                steps.wanted.acquire()
+        class Prescribed(SDPOTrainer):
+            def _generate(self, prompt_ids):
+                return prompt_ids, [rollout.response_ids for rollout in rollouts]
 
-        def on_step_end(self, args, state, control, **kwargs):
-            steps.done.release()
-            steps.wanted.acquire()
-            control.should_training_stop = steps.stopped
-
-        def on_teacher_context_built(self, teacher_attention_mask, **kwargs):
-            steps.teacher_tokens = int(teacher_attention_mask.sum())
-
-    config = SDPOConfig(
-        output_dir=tempfile.gettempdir(),
-        use_cpu=ours.use_cpu,
-        bf16=False,  # no autocast: the base is bfloat16 and the factors are float32 on both sides
-        per_device_train_batch_size=sizes.micro_batch,
-        gradient_accumulation_steps=len(responses) // sizes.micro_batch,
-        num_generations=1,
-        shuffle_dataset=False,
-        gradient_checkpointing=sizes.checkpointing,
-        learning_rate=0.0,
-        max_steps=1_000_000,
-        max_completion_length=max(sizes.responses),
-        distillation_mode="full_logits",
-        teacher_update_rate=ours.ema_rate,
-        include_environment_feedback=True,
-        use_successful_as_teacher=False,
-        reprompt_template="{prompt}{solution}{feedback}",
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-    )
-    return Prescribed(
-        model=model,
-        reward_funcs=no_reward,
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        callbacks=[Turns()],
-        peft_config=LoraConfig(
-            r=ours.lora_r,
-            lora_alpha=ours.lora_alpha,
-            lora_dropout=ours.lora_dropout,
-            target_modules=list(ours.lora_target_modules),
-        ),
-    )
-
-
-def no_reward(completions: list, **kwargs: Any) -> list[float]:
-    return [0.0] * len(completions)
+        config = SDPOConfig(
+            output_dir=tempfile.gettempdir(),
+            use_cpu=options.device == "cpu",
+            bf16=False,  # no autocast: on both sides the base is bfloat16 and the factors are float32
+            per_device_train_batch_size=sizes.micro_batch,
+            gradient_accumulation_steps=len(rollouts) // sizes.micro_batch,
+            num_generations=1,
+            shuffle_dataset=False,
+            gradient_checkpointing=sizes.checkpointing,
+            learning_rate=0.0,
+            max_steps=1_000_000,
+            max_completion_length=max(sizes.responses),
+            distillation_mode="full_logits",
+            teacher_update_rate=teacher.weights.rate,
+            include_environment_feedback=True,
+            use_successful_as_teacher=False,
+            reprompt_template="{prompt}{solution}{feedback}",
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        rows = [
+            {
+                "prompt": student_messages(teacher.task, rollout.example),
+                "privileged_context": "\n\n".join(field.text for field in rollout.feedback),
+            }
+            for rollout in rollouts
+        ]
+        return Prescribed(
+            model=model,
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+            callbacks=[self],
+            peft_config=LoraConfig(r=lora.r, lora_alpha=lora.lora_alpha, target_modules=list(lora.target_modules)),
+        )

@@ -1,12 +1,13 @@
-"""A whole FIRE step without sampling against a Full Context step on the same rollouts: all responses wrong.
+"""A whole FIRE step without sampling compared with a Full Context step on the same rollouts: all responses wrong.
 
-How many responses have tokens over the radius decides what FIRE reads more than Full Context does; see `PrescribedSteps.set_over`.
+The number of responses with tokens over the radius decides what FIRE reads more than Full Context; see `PrescribedSteps.set_over`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
@@ -16,18 +17,9 @@ TITLE = "An optimizer step without sampling, all responses wrong"
 
 @dataclass
 class Sizes:
-    """
-    Attributes:
-        over: shares of the responses that have tokens over the radius.
-    """
-
-    step: StepSizes = field(
-        default_factory=lambda: StepSizes(
-            prompt=150, fields=(60, 100, 145, 190), responses=tuple(range(200, 385, 20)), micro_batch=2
-        )
-    )
-    over: tuple[float, ...] = (0.1, 1.0)
-    model: ModelSizes = field(default_factory=ModelSizes)
+    step: StepSizes = StepSizes(150, (60, 100, 145, 190), tuple(range(200, 385, 20)), micro_batch=2)
+    over: tuple[float, ...] = (0.1, 1.0)  # shares of the responses that have tokens over the radius
+    model: ModelSizes = ModelSizes()
     repeats: int = 3
 
 
@@ -37,18 +29,10 @@ SIZES = {
 }
 
 
-def sweeps(sizes: Sizes) -> dict:
-    return {}
-
-
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     steps = PrescribedSteps(sizes.step, sizes.model, options)
+    variants = {"full context": partial(steps.step, "full_context"), "fire": partial(steps.step, "fire")}
     for over in sizes.over:
-        steps.set_over(over)
-        yield from harness.rows(
-            {"responses over": over},
-            {"full context": lambda: steps.step("full_context"), "fire": lambda: steps.step("fire")},
-            options.repeats or sizes.repeats,
-            warm_up=False,  # choosing the step scale was one
-            details=lambda variant: steps.facts(),
-        )
+        steps.set_over(over)  # also a warm-up
+        repeats = options.repeats or sizes.repeats
+        yield from harness.rows({"responses over": over}, variants, repeats, warm_up=False, details=steps.facts)

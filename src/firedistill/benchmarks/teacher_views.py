@@ -1,33 +1,30 @@
-"""The views of the teacher: what they have in common read once, against one forward pass per view.
+"""Teacher views: common prefixes read once, compared with one forward pass per view.
 
-Asked for as FIRE does: the full view first, then those without a field.
+Requested as FIRE does: the full view first, then those without a field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
-from firedistill.teacher.prefix_cache import ViewScorer
+from firedistill.rollout import Rollout
+from firedistill.teacher import Teacher
 
 TITLE = "Teacher views: shared prefixes against one forward pass per view"
 
 
 @dataclass
 class Sizes:
-    """
-    Attributes:
-        prompt: tokens of a student prompt.
-        orders: feedback fields in words, from the first to the last: prefixes save most where the last ones are short.
-        responses: lengths in tokens; each is a case of its own.
-    """
-
-    prompt: int = 150
+    prompt: int = 150  # tokens of a student prompt
+    # Words of the feedback fields in their order: shared prefixes save most if the last fields are short.
     orders: tuple[tuple[int, ...], ...] = ((60, 100, 145, 190), (124, 124, 124, 123), (190, 145, 100, 60))
-    responses: tuple[int, ...] = (300,)
-    model: ModelSizes = field(default_factory=ModelSizes)
+    responses: tuple[int, ...] = (300,)  # tokens of the response, each a case
+    model: ModelSizes = ModelSizes()
     repeats: int = 5
 
 
@@ -37,35 +34,22 @@ SIZES = {
 }
 
 
-def sweeps(sizes: Sizes) -> dict:
-    return {}
+def read_views(teacher: Teacher, rollout: Rollout) -> int:
+    """Read all views of a rollout; returns the tokens that went through the model."""
+    teacher.full([rollout])
+    teacher.states([rollout], range(len(rollout.feedback)))
+    teacher.forget()
+    return teacher.take_metrics().totals["teacher_tokens"]
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    for fields in sizes.orders:
-        for response in sizes.responses:
-            steps = PrescribedSteps(StepSizes(sizes.prompt, fields, (response,)), sizes.model, options)
-            trainer, (rollout,) = steps.trainer, steps.rollouts()
-            prompts = [[trainer.view_ids(rollout, view)] for view in ("full", *range(len(fields)))]
-            scorers: dict[str, ViewScorer] = {}
-
-            def score(variant: str, share: bool, trainer=trainer, rollout=rollout, prompts=prompts, scorers=scorers) -> None:
-                scorer = scorers[variant] = ViewScorer(trainer.model, share_prefixes=share, max_tokens=1)
-                with trainer.teacher.applied():
-                    for views in (prompts[:1], prompts[1:]):
-                        scorer.score([0], views, [rollout.response_ids])
-
-            def details(variant: str, scorers: dict[str, ViewScorer] = scorers) -> dict[str, int]:
-                return {"tokens_read": scorers[variant].tokens}
-
-            variants = {
-                "one pass per view": lambda score=score: score("one pass per view", False),
-                "shared prefixes": lambda score=score: score("shared prefixes", True),
-            }
-            case = {"fields": " ".join(map(str, fields)), "response": response}
-            yield from harness.rows(
-                case,
-                variants,
-                options.repeats or sizes.repeats,
-                details=details,
-            )
+    for fields, response in product(sizes.orders, sizes.responses):
+        steps = PrescribedSteps(StepSizes(sizes.prompt, fields, (response,)), sizes.model, options)
+        (rollout,) = steps.rollouts_with_feedback()
+        variants = {
+            "one pass per view": partial(read_views, steps.teachers[False], rollout),
+            "shared prefixes": partial(read_views, steps.teachers[True], rollout),
+        }
+        case = {"fields": " ".join(map(str, fields)), "response": response}
+        repeats = options.repeats or sizes.repeats
+        yield from harness.rows(case, variants, repeats, details=lambda tokens: {"tokens_read": tokens})
