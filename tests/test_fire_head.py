@@ -345,6 +345,17 @@ def test_attribution_refuses_views_for_other_tokens_than_those_over_the_radius()
             first.attribute(case.loo_hidden[:, tokens])
 
 
+def test_tokens_over_the_radius_are_attributed_exactly_once():
+    case = make_case(31, gap=1.0)
+    first = first_pass(case.weight, case.hidden, case.token_weights, **case.data)
+    with pytest.raises(RuntimeError, match=f"{len(first.over)} tokens are over the radius"):
+        first.output()
+    first.attribute(case.loo_hidden[:, first.over])
+    assert first.output().loss.isfinite()
+    with pytest.raises(RuntimeError, match="attributed already"):
+        first.attribute(case.loo_hidden[:, first.over])
+
+
 @pytest.mark.parametrize(
     "settings", [dict(gap=0.05), dict(correct="all"), dict(gap=3.0, attribution=False), dict(tokens=0)], ids=str
 )

@@ -7,6 +7,7 @@ import importlib
 import random
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,7 @@ def script(monkeypatch):
 def sampled(lab):
     """Answers to 48 held-out problems, with feedback."""
     rollouts = answers(lab, TASK.examples("eval", 48), SAMPLED)
-    for rollout in rollouts:
-        rollout.feedback = TASK.feedback(rollout.example, rollout.response.text, rollout.verdict)
-    return rollouts
+    return [replace(r, feedback=TASK.feedback(r.example, r.response.text, r.verdict)) for r in rollouts]
 
 
 @pytest.fixture(scope="module")

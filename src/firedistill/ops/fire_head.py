@@ -106,7 +106,7 @@ def fire_head_loss(
             f"loo_hidden {tuple(loo_hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)} do not fit: "
             "expected [B, W, H] and [W, H]"
         )
-    first = first_pass(
+    return first_pass(
         head,
         hidden,
         token_weights,
@@ -119,8 +119,8 @@ def fire_head_loss(
         attribution=attribution,
         projection=projection,
         chunk_size=chunk_size,
-    )
-    return first.attribute(loo_hidden[:, first.over]) if attribution and loo_hidden is not None else first.output()
+        loo_hidden=loo_hidden if attribution else None,
+    ).output()
 
 
 def first_pass(
@@ -137,6 +137,7 @@ def first_pass(
     attribution: bool = True,
     projection: bool = True,
     chunk_size: int | None = None,
+    loo_hidden: Tensor | None = None,
 ) -> FirstPass:
     """The correct branch, and the incorrect branch as far as the full teacher alone decides it.
 
@@ -153,6 +154,8 @@ def first_pass(
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
         chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.
+        loo_hidden: `[B, W, H]` if the views without a field are known already: no token waits for `attribute` then, and none is
+            projected twice.
 
     Raises:
         ValueError: a step scale below 1, or shapes that do not fit.
@@ -189,13 +192,13 @@ def first_pass(
     )
     with torch.no_grad(), torch.cuda.device_of(hidden):
         state.correct_branch(correct.nonzero().flatten(), token_ids)
-        state.incorrect_branch()
+        state.incorrect_branch(loo_hidden)
     return state
 
 
 @dataclass
 class FirstPass:
-    """What the first pass has computed; `attribute` adds the tokens `over` and returns the output.
+    """What the first pass has computed. `attribute` adds the tokens `over`, if there are any, and returns the output.
 
     Attributes:
         wrong: `[W]`, the tokens of wrong responses, as indices into the M tokens.
@@ -225,9 +228,16 @@ class FirstPass:
         self.hidden_gradient = torch.zeros_like(self.hidden)
         self.head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
         self.over = self.wrong[:0]
+        self.waiting = False
 
     def output(self) -> FireHeadOutput:
-        """The loss and the diagnostics, if no token waits for attribution."""
+        """The loss and the diagnostics.
+
+        Raises:
+            RuntimeError: the tokens `over` wait for `attribute`.
+        """
+        if self.waiting:
+            raise RuntimeError(f"{len(self.over)} tokens are over the radius: call attribute(loo_hidden)")
         loss = (self.token_weights * self.statistics["token_loss"]).sum()
         if self.differentiate:
             loss = with_gradients(loss, [self.hidden, *self.trained], [self.hidden_gradient, *self.head_gradients])
@@ -241,7 +251,10 @@ class FirstPass:
 
         Raises:
             ValueError: `loo_hidden` is for another number of tokens.
+            RuntimeError: the tokens were attributed already.
         """
+        if len(self.over) and not self.waiting:
+            raise RuntimeError("the tokens over the radius are attributed already")
         if loo_hidden.shape[1] != len(self.over):
             raise ValueError(f"loo_hidden {tuple(loo_hidden.shape)} does not fit {len(self.over)} tokens over the radius")
         self.allocate_attribution(len(loo_hidden))
@@ -249,7 +262,9 @@ class FirstPass:
         with torch.no_grad(), torch.cuda.device_of(self.hidden):
             for part, products in self.projected(tokens):
                 full = self.teacher_head.project(self.teacher_hidden[self.over[part]])
-                self.attribute_tokens(tokens[part], products, full, loo_hidden[:, part])
+                every = torch.arange(len(products), device=products.device)
+                self.attribute_tokens(tokens[part], products, full, every, loo_hidden[:, part])
+        self.waiting = False
         return self.output()
 
     # ---- The branches ------------------------------------------------------------------------------------------------------------
@@ -268,23 +283,28 @@ class FirstPass:
                 self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
                 self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
 
-    def incorrect_branch(self) -> None:
+    def incorrect_branch(self, loo_hidden: Tensor | None) -> None:
         """What the full teacher alone decides (eqs. fire_gradient_energies, fire_evidence); finds the tokens `over`."""
-        over = []
+        if loo_hidden is not None:
+            self.allocate_attribution(len(loo_hidden))
+        over = [self.over]
         for part, products in self.projected(self.wrong):
             full = self.teacher_head.project(self.teacher_hidden[part])
-            waiting = self.full_teacher(self.wrong[part], products, full)
-            products[waiting] = 0.0  # no gradient yet
-            over.append(waiting + part.start)
-        if over:
-            self.over = torch.cat(over)
+            outside = self.full_teacher(self.wrong[part], products, full)
+            if loo_hidden is not None:
+                self.attribute_tokens(self.wrong[part], products, full, outside, loo_hidden[:, part][:, outside])
+            else:
+                products[outside] = 0.0  # no gradient yet
+            over.append(outside + part.start)
+        self.over = torch.cat(over)
+        self.waiting = loo_hidden is None and len(self.over) > 0
 
     def full_teacher(self, tokens: Tensor, products: Tensor, full: Tensor) -> Tensor:
-        """Finishes the tokens that need no other view; returns the positions of those that do.
+        """Finish the tokens that need no other view; returns the positions of those that do.
 
         `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`.
         """
-        waiting = []
+        outside_rows = []
         for rows in self.blocks(products):
             here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
             ratio = student.centred_ratio(student.logits, log_q_c)
@@ -300,17 +320,19 @@ class FirstPass:
             self.record(here, rho=student.rho, entropy=student.entropy, energy=energy, chi=chi, kl=kl, eta=eta)
             done = ~outside if self.attribution else torch.ones_like(outside)
             self.finish(products, rows, here, student, gradient, norm, eta, loss, done)
-            waiting.append(rows[~done])
-        return torch.cat(waiting)
+            outside_rows.append(rows[~done])
+        return torch.cat(outside_rows)
 
-    def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, loo_hidden: Tensor) -> None:
-        """Attribution, then projection, at the C tokens `tokens` (eqs. fire_attribution_weights to fire_final_target).
+    def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, loo_hidden: Tensor) -> None:
+        """Attribution, then projection, at the K positions `over` (eqs. fire_attribution_weights to fire_final_target).
 
-        The views are projected for `chunk_size / B` tokens at a time.
+        `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`; `loo_hidden` is
+        `[B, K, H]`. The views are projected for `chunk_size / B` tokens at a time.
         """
         fields, group_size = len(loo_hidden), max(1, self.chunk_size // max(1, len(loo_hidden)))
-        for group in torch.arange(len(tokens), device=tokens.device).split(group_size):
-            views = self.teacher_head.project(loo_hidden[:, group].flatten(0, 1)).view(fields, len(group), products.shape[-1])
+        for start in range(0, len(over), group_size):
+            group, states = over[start : start + group_size], loo_hidden[:, start : start + group_size]
+            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
             for block in self.blocks(group):
                 rows, here = group[block], tokens[group[block]]
                 student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
