@@ -35,7 +35,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
         if types.NoneType in kinds:
             return None
-        kinds = [kind for kind in kinds if kind is str]
+        kinds = [kind for kind in kinds if kind in (str, Any) or typing.get_origin(kind) is typing.Literal]
     breadth = {bool: 0, int: 1, float: 2, str: 9}  # any text is a str, so that str comes last
     for kind in sorted(kinds, key=lambda kind: breadth.get(kind, 5)):
         try:
