@@ -577,7 +577,6 @@ def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
         (["--save", "--checkpoint", "3"], "--checkpoint is 3; {run} has checkpoints of these steps: 2, 4"),
         (["--save", "--count", "0"], "--count is 0; expected 1 or more"),
         (["--count", "2"], "--count is 2; expected 1 or more, and --save with more than 1"),
-        (["--example", "x"], "--example is 'x'; expected a whole number from 0 on"),
     ],
 )
 def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):
