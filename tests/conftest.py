@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+
+import pytest
 import torch
 
 # The tensors of the tests are tiny: on a busy machine, two threads spend their time waiting for each other.
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt imported libraries from garbage collection. Each training run starts a full one, which takes longer than the run."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """The folder of a tiny model with its tokenizer."""
+    from tiny import save_checkpoint
+
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")

@@ -1,5 +1,6 @@
-"""Started by torchrun in `test_distributed.py`: trains on this rank's share and writes what came out."""
+"""Runs of `test_distributed.py`, by one process or started by torchrun: trains on this rank's share and writes the weights."""
 
+import gc
 import os
 import random
 import signal
@@ -10,13 +11,13 @@ import torch
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.rollouts.engine import Response
+from firedistill.rollout import Response
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask
 
 
 class ScriptedEngine:
-    """Responses that depend on the prompt and the place in its group alone, not on the process that asks."""
+    """Responses that depend on the prompt and the place in its group alone, not on the process."""
 
     def generate(self, prompts, sampling, seed, progress=None, limits=None):
         responses = []
@@ -36,7 +37,7 @@ class SignalAt(TrainerCallback):
 
 
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
-    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), or one that is stopped and goes on."""
+    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), or one that is stopped and resumed."""
     method, _, how = kind.partition(":")
     warm_start = method == "warmstart"
     config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
@@ -55,7 +56,7 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         per_device_train_batch_size=batch,
         gradient_checkpointing=False,
         use_cpu=True,
-        ddp_backend="gloo",
+        ddp_backend="gloo" if "RANK" in os.environ else None,
     )
     trainer = trainer_class(args=config, task=ToyTask())
     if how == "scripted":
@@ -74,6 +75,7 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # each run collects garbage; without the imported libraries that takes no time
     kinds, checkpoint, folder, batch = sys.argv[1:]
     for kind in kinds.split(","):
         main(kind, checkpoint, str(Path(folder) / kind), int(batch))

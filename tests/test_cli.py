@@ -17,15 +17,17 @@ import yaml
 from rich.console import Console
 
 from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
+from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
-from firedistill.cli.inspect import inspect_example, print_inspection
+from firedistill.cli.inspect import print_inspection
 from firedistill.coerce import coerce, describe
+from firedistill.evaluation import answer_examples
 from firedistill.objectives import load_objective
 from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups, parse_overrides
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
-from firedistill.rollouts.engine import Response
+from firedistill.rollout import Response
 from firedistill.run.log import read_jsonl
 from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
@@ -611,7 +613,6 @@ def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
         (["--save", "--checkpoint", "3"], "--checkpoint is 3; {run} has checkpoints of these steps: 2, 4"),
         (["--save", "--count", "0"], "--count is 0; expected 1 or more"),
         (["--count", "2"], "--count is 2; expected 1 or more, and --save with more than 1"),
-        (["--example", "x"], "--example is 'x'; expected a whole number from 0 on"),
     ],
 )
 def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):
@@ -647,15 +648,25 @@ def hostile_trainer(recipe):
     )
 
 
+def first_inspection(trainer: SelfDistillTrainer) -> Inspection:
+    """Of a sampled response to the first held-out problem."""
+    args, examples = trainer.args, trainer.eval_examples[:1]
+    (rollout,), _ = answer_examples(
+        trainer.rollout_engine, trainer.task, trainer.encoder, examples, args.sampling, args.budget, args.seed
+    )
+    return Inspector(trainer.model, trainer.teacher, trainer.head).inspect(rollout)
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_texts_of_models_and_datasets_are_shown_literally(terminal, hostile_trainer):
-    inspection = inspect_example(hostile_trainer, hostile_trainer.eval_examples[0])
-    inspection.rollout.response = Response(inspection.rollout.response_ids, f"{HOSTILE} said", True)
+    inspection = first_inspection(hostile_trainer)
+    response = Response(inspection.rollout.response_ids, f"{HOSTILE} said", True)
+    inspection.rollout = replace(inspection.rollout, response=response)
     inspection.tokens[0] = "[bold]\x1b[/]"
     out = io.StringIO()
     # Colours aside, a terminal gets the same characters.
     console = Console(file=out, width=250, force_terminal=terminal, color_system=None, legacy_windows=False)
-    print_inspection(inspection, hostile_trainer, console)
+    print_inspection(inspection, hostile_trainer.teacher, console)
     shown = "".join(line for line in out.getvalue().split("\x1b[0m")).replace("\x1b[1m", "").replace("\x1b[3m", "")
     assert not set(shown) & set("\x1b\x07\r\x9b\u202e")
     assert f"{SHOWN} said" in shown and f"submitted: {SHOWN}" in shown and f"student prompt, {SHOWN}/toy/eval/0" in shown
@@ -665,16 +676,15 @@ def test_texts_of_models_and_datasets_are_shown_literally(terminal, hostile_trai
 
 @pytest.mark.parametrize("fields_of", ["none", "correct"])
 def test_inspect_without_feedback_and_of_a_correct_response(fields_of, hostile_trainer, monkeypatch):
-    example = hostile_trainer.eval_examples[0]
     if fields_of == "none":
         monkeypatch.setattr(HostileTask, "feedback", lambda self, example, response, verdict: ())
     else:
         monkeypatch.setattr(HostileTask, "verify", lambda self, example, response: Verdict(True, "1", "1", True, True))
-    inspection = inspect_example(hostile_trainer, example)
+    inspection = first_inspection(hostile_trainer)
     assert inspection.target.alpha.shape == (2 - (fields_of == "none"), len(inspection.tokens))
     assert torch.isfinite(inspection.target.rho).all() and len(inspection.beta) == len(inspection.tokens)
     out = io.StringIO()
-    print_inspection(inspection, hostile_trainer, Console(file=out, width=160))
+    print_inspection(inspection, hostile_trainer.teacher, Console(file=out, width=160))
     assert ("incorrect: chi, alpha, eta apply" if fields_of == "none" else "correct: beta applies") in out.getvalue()
 
 

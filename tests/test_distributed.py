@@ -13,11 +13,12 @@ import pytest
 import torch
 import yaml
 
+import distributed_worker
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from killable import without_times
-from tiny import ToyTask, save_checkpoint
+from tiny import ToyTask
 
 TESTS = Path(__file__).parent
 
@@ -25,15 +26,15 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available() or os.name == "nt", reason="needs torch.distributed with gloo"
 )
-# Rollouts are scripted where one process must see the same ones as two; sampled ones depend on the process.
+# Rollouts are scripted where one process must have the same ones as two; sampled ones depend on the process.
 COMPARED = ["warmstart", "fire:scripted", "on_policy_sft:scripted", "srpo:scripted", "scope:scripted", "top_d:scripted"]
 SAMPLED = ["fire", "tropd"]
-# The first is asked to stop after its second step (by a signal to one of the processes), and goes on.
+# A signal to one of the processes stops them after the second step; they are started again.
 STOPPED = ["fire:stopped", "tropd:stopped"]
 
 
-def launch(kinds: list[str], checkpoint: str, folder: Path, processes: int, batch: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+def launch(kinds: list[str], checkpoint: str, folder: Path, batch: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(TESTS / "distributed_worker.py"), ",".join(kinds), checkpoint, str(folder), str(batch)]
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -42,12 +43,12 @@ def launch(kinds: list[str], checkpoint: str, folder: Path, processes: int, batc
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(checkpoint, tmp_path_factory):
     """All runs by one process, and by two with half of the prompts each."""
     folder = tmp_path_factory.mktemp("runs")
-    checkpoint = save_checkpoint(folder / "base")
-    launch(COMPARED, checkpoint, folder / "one", 1, 4)
-    launch(COMPARED + SAMPLED + STOPPED, checkpoint, folder / "two", 2, 2)
+    for kind in COMPARED:
+        distributed_worker.main(kind, checkpoint, str(folder / "one" / kind), 4)
+    launch(COMPARED + SAMPLED + STOPPED, checkpoint, folder / "two", 2)
     return folder / "one", folder / "two"
 
 
@@ -84,7 +85,7 @@ def test_two_ranks_stay_together(kind, folders):
 
 @pytest.mark.parametrize("kind", COMPARED)
 def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
-    """At the start, where the weights are equal to the bit."""
+    """At the start, where the weights are bit-identical."""
     found = []
     for folder in folders:
         row = read_jsonl(folder / kind / "evals.jsonl")[0]
@@ -95,7 +96,7 @@ def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
 
 
 @pytest.mark.parametrize("kind", STOPPED)
-def test_two_ranks_go_on_from_their_checkpoint_to_the_bit(kind, folders):
+def test_two_ranks_resume_from_their_checkpoint_bit_for_bit(kind, folders):
     stopped, whole = folders[1] / kind, folders[1] / kind.partition(":")[0]
     for rank in (0, 1):
         expected = weights(whole, rank)

@@ -1,4 +1,4 @@
-"""The decoding loop against `generate`, the sampling law against transformers' processors, and the merged adapter."""
+"""The decoding loop against `generate`, the sampled distribution against transformers' processors, and the merged adapter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LogitsProcessorList,
@@ -20,12 +21,12 @@ from transformers import (
 )
 
 from firedistill.models.lora import add_lora
+from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
-from firedistill.rollouts.engine import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
 from firedistill.rollouts.sampling import candidates, choose_tokens, penalise_repetition
-from firedistill.teacher.ema import EMATeacher
+from firedistill.teacher.ema import EMAWeights
 from tiny import byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]
@@ -33,9 +34,19 @@ GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
 
 
 def by_generate(*arguments, **options) -> HFRolloutEngine:
+    """An engine that samples with the model's own `generate`, as for models without a loop of ours."""
     engine = HFRolloutEngine(*arguments, **options)
     engine.causal_lm = None
     return engine
+
+
+def ending_with(stops: list[int], kind: str = "qwen2"):
+    """A model and a tokenizer whose end-of-sequence tokens are `stops`."""
+    model, tokenizer = random_model(kind), byte_tokenizer()
+    model.generation_config.eos_token_id = stops or None
+    if 2 not in stops:
+        tokenizer.eos_token = None
+    return model, tokenizer
 
 
 def adapted(kind="llama", size=0.3, **options):
@@ -47,24 +58,27 @@ def adapted(kind="llama", size=0.3, **options):
     return model
 
 
-# --- the loop
+# ---- The loop --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @pytest.mark.parametrize("stops", [[2], [2, *range(60, 120)], []])
-def test_greedy_is_what_generate_says(kind, stops):
-    """Ragged prompts, one of them twice; stop tokens that end rows at different steps; limits."""
-    model, tokenizer = random_model(kind), byte_tokenizer()
+def test_greedy_equals_generate(kind, stops):
+    """Ragged prompts, one of them twice; stop tokens that end responses at different steps; limits."""
+    model, tokenizer = ending_with(stops, kind)
     for limits in (None, [3, 24, 1, 0, 7, 24]):
         ours, theirs = HFRolloutEngine(model, tokenizer), by_generate(model, tokenizer)
         assert ours.causal_lm is model
-        ours.stop_ids = theirs.stop_ids = stops
         found, expected = (engine.generate(PROMPTS, GREEDY, seed=0, limits=limits) for engine in (ours, theirs))
         assert found == expected
         lengths = [len(response.token_ids) for response in found]
         assert all(length <= limit for length, limit in zip(lengths, limits or [24] * 6, strict=True))
         if len(stops) > 1:
             assert len(set(lengths)) > 2 and any(response.finished for response in found)
+        for response in found:  # what follows a stop token is padding
+            ends = [token in stops for token in response.token_ids]
+            assert not any(ends[:-1]) and response.finished == any(ends)
+            assert response.text == tokenizer.decode(response.token_ids, skip_special_tokens=True)
         if not stops:
             assert lengths == (limits or [24] * 6) and not any(response.finished for response in found)
 
@@ -74,32 +88,73 @@ def test_greedy_with_repetition_penalty(penalty):
     """Without padding, which `generate` would penalise as if it were part of the prompt."""
     model, tokenizer = random_model(), byte_tokenizer()
     prompts = [[5, 6, 7, 8, 0], [10, 11, 12, 10, 9], [40] * 5]
-    law = Sampling(temperature=0.0, max_new_tokens=30, repetition_penalty=penalty)
-    found, expected = (e(model, tokenizer).generate(prompts, law, seed=0) for e in (HFRolloutEngine, by_generate))
+    sampling = Sampling(temperature=0.0, max_new_tokens=30, repetition_penalty=penalty)
+    found, expected = (e(model, tokenizer).generate(prompts, sampling, seed=0) for e in (HFRolloutEngine, by_generate))
     assert found == expected
     plain = HFRolloutEngine(model, tokenizer).generate(prompts, Sampling(temperature=0.0, max_new_tokens=30), seed=0)
     assert plain != found
-    ragged = HFRolloutEngine(model, tokenizer).generate([*prompts, list(range(20, 60))], law, seed=0)
+    ragged = HFRolloutEngine(model, tokenizer).generate([*prompts, list(range(20, 60))], sampling, seed=0)
     assert ragged[:3] == found, "padding is not penalised"
 
 
 def test_a_response_depends_on_neither_batch_nor_batch_size():
     model, tokenizer = random_model(dtype=torch.float64), byte_tokenizer()
-    law = Sampling(max_new_tokens=12)
-    together, apart = (HFRolloutEngine(model, tokenizer, size).generate(PROMPTS, law, seed=3) for size in (6, 1))
+    sampling = Sampling(max_new_tokens=12)
+    together, apart = (HFRolloutEngine(model, tokenizer, size).generate(PROMPTS, sampling, seed=3) for size in (6, 1))
     assert together == apart
     assert together[1] != together[4], "the same prompt twice is sampled twice"
     alone = [HFRolloutEngine(model, tokenizer).generate([prompt], GREEDY, seed=0)[0] for prompt in PROMPTS]
     assert HFRolloutEngine(model, tokenizer).generate(PROMPTS, GREEDY, seed=9) == alone
 
 
+def test_sampling_follows_the_configured_parameters_alone():
+    """The checkpoint's own top-k, repetition penalty, temperature and minimum length must not leak in."""
+    model, tokenizer = random_model(dtype=torch.float64), byte_tokenizer()
+    model.generation_config = GenerationConfig(
+        eos_token_id=2, pad_token_id=0, top_k=1, repetition_penalty=50.0, temperature=0.01, min_new_tokens=3, do_sample=True
+    )
+    engine = HFRolloutEngine(model, tokenizer, batch_size=4000)
+    prompt = [40, 41, 42, 43]
+    responses = engine.generate([prompt] * 4000, Sampling(temperature=0.8, top_p=0.9, max_new_tokens=1), seed=1)
+    counts = torch.zeros(263, dtype=torch.float64)
+    for response in responses:
+        counts[response.token_ids[0]] += 1
+    p = (model(torch.tensor([prompt])).logits[0, -1] / 0.8).softmax(-1).detach()
+    ordered, index = p.sort(descending=True)
+    inside = ordered.cumsum(-1) - ordered < 0.9
+    expected = torch.zeros_like(p)
+    expected[index[inside]] = ordered[inside] / ordered[inside].sum()
+    assert counts[expected == 0].sum() == 0
+    likely = expected > 0.005
+    z = (counts[likely] - 4000 * expected[likely]) / (4000 * expected[likely] * (1 - expected[likely])).sqrt()
+    assert z.abs().max() < 4.5
+    assert model.generation_config.top_k == 1, "the checkpoint's settings are restored"
+
+
+def test_greedy_is_the_argmax_and_seeds_repeat():
+    model, tokenizer = random_model(dtype=torch.float64), byte_tokenizer()
+    model.generation_config.repetition_penalty = 3.0
+    engine = HFRolloutEngine(model, tokenizer, batch_size=3)
+    greedy = Sampling(temperature=0.0, max_new_tokens=5)
+    together = engine.generate(PROMPTS[:4], greedy, seed=0)
+    for prompt, response in zip(PROMPTS[:4], together, strict=True):
+        ids = list(prompt)
+        for token in response.token_ids:
+            assert token == int(model(torch.tensor([ids])).logits[0, -1].argmax())
+            ids.append(token)
+        assert response.finished == (response.token_ids[-1] == 2)
+    state = torch.random.get_rng_state()
+    first, again, other = (engine.generate(PROMPTS[:4], Sampling(max_new_tokens=6), seed=s) for s in (5, 5, 6))
+    assert first == again and first != other
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert model.training, "the training flag is restored"
+
+
 def test_long_responses_outgrow_the_room_of_the_cache():
-    model, tokenizer = random_model(), byte_tokenizer()
-    law = Sampling(temperature=0.0, max_new_tokens=2 * RoomyLayer.ROOM + 9)
+    model, tokenizer = ending_with([])
+    sampling = Sampling(temperature=0.0, max_new_tokens=2 * RoomyLayer.ROOM + 9)
     engines = HFRolloutEngine(model, tokenizer), by_generate(model, tokenizer)
-    for engine in engines:
-        engine.stop_ids = []
-    found, expected = (engine.generate(PROMPTS[:2], law, seed=0) for engine in engines)
+    found, expected = (engine.generate(PROMPTS[:2], sampling, seed=0) for engine in engines)
     assert found == expected and len(found[0].token_ids) == 2 * RoomyLayer.ROOM + 9
 
 
@@ -114,7 +169,7 @@ def test_sliding_windows():
     assert found == expected
 
 
-def test_progress_seeds_and_what_is_put_back():
+def test_progress_and_seeds_and_restored_state():
     model, tokenizer = adapted(), byte_tokenizer()
     model.train()
     enable_checkpointing(model.get_base_model())
@@ -122,18 +177,18 @@ def test_progress_seeds_and_what_is_put_back():
     frozen.eval()
     modes = {name: module.training for name, module in model.named_modules()}
     engine, told, state = HFRolloutEngine(model, tokenizer, batch_size=2), [], torch.random.get_rng_state()
-    law = Sampling(max_new_tokens=20)
-    first = engine.generate(PROMPTS, law, seed=5, progress=told.append, limits=[20, 20, 0, 20, 20, 20])
+    sampling = Sampling(max_new_tokens=20)
+    first = engine.generate(PROMPTS, sampling, seed=5, progress=told.append, limits=[20, 20, 0, 20, 20, 20])
     assert told == [3, 5, 6], "the prompt without room counts as done"
     assert torch.equal(state, torch.random.get_rng_state())
     assert {name: module.training for name, module in model.named_modules()} == modes and not frozen.training
     assert first[2].token_ids == [] and not first[2].finished
-    assert engine.generate(PROMPTS, law, seed=5)[3] == first[3]
-    assert engine.generate(PROMPTS, law, seed=6) != engine.generate(PROMPTS, law, seed=5)
-    assert engine.generate([], law, seed=0) == []
+    assert engine.generate(PROMPTS, sampling, seed=5)[3] == first[3]
+    assert engine.generate(PROMPTS, sampling, seed=6) != engine.generate(PROMPTS, sampling, seed=5)
+    assert engine.generate([], sampling, seed=0) == []
 
 
-def test_who_has_to_be_generated():
+def test_models_that_generate_themselves():
     """Recurrent states and inputs of another kind are left to the model's own `generate`, with the same interface."""
     torch.manual_seed(0)
     mamba = MambaForCausalLM(MambaConfig(vocab_size=263, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=2))
@@ -159,7 +214,7 @@ def test_a_model_that_is_not_finite_is_refused():
     assert model.training
 
 
-# --- the law
+# ---- The distribution of the next token ------------------------------------------------------------------------------------
 
 
 def scores_of_many_kinds() -> torch.Tensor:
@@ -176,7 +231,7 @@ def scores_of_many_kinds() -> torch.Tensor:
     )
 
 
-def full_law(scores: torch.Tensor, sampling: Sampling, width: int) -> torch.Tensor:
+def full_distribution(scores: torch.Tensor, sampling: Sampling, width: int) -> torch.Tensor:
     """`[B, V]` probabilities, widened as the draw does."""
     probabilities = torch.zeros(scores.shape, dtype=torch.float64)
     rows = torch.arange(len(scores))
@@ -191,7 +246,7 @@ def full_law(scores: torch.Tensor, sampling: Sampling, width: int) -> torch.Tens
 @pytest.mark.parametrize("width", [4, 128, 700])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 200, 699, 5000])
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.5, 1e-6])
-def test_the_law_is_that_of_the_warpers(top_p, top_k, width):
+def test_the_distribution_is_that_of_the_warpers(top_p, top_k, width):
     scores, temperature = scores_of_many_kinds(), 0.7
     warpers = [TemperatureLogitsWarper(temperature)]
     if top_k:
@@ -199,7 +254,7 @@ def test_the_law_is_that_of_the_warpers(top_p, top_k, width):
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     expected = LogitsProcessorList(warpers)(torch.zeros(12, 1, dtype=torch.long), scores.clone()).softmax(-1).double()
-    found = full_law(scores, Sampling(temperature=temperature, top_p=top_p, top_k=top_k), max(width, top_k + 1))
+    found = full_distribution(scores, Sampling(temperature=temperature, top_p=top_p, top_k=top_k), max(width, top_k + 1))
     # Among tokens of equal score at the border it is open which are in: there only the probabilities are compared, not whose.
     tied = [8, 9, 10]
     others = [row for row in range(12) if row not in tied]
@@ -221,22 +276,22 @@ def test_the_repetition_penalty_is_that_of_the_processor():
 @pytest.mark.parametrize("top_p, top_k", [(1.0, 0), (0.9, 0), (0.9, 30), (1.0, 4)])
 def test_the_draw_inverts_the_distribution_function(top_p, top_k):
     """Evenly spaced numbers fall on each token as often as its probability says, to within two; excluded tokens are never drawn."""
-    law, count = Sampling(temperature=0.7, top_p=top_p, top_k=top_k), 20_000
+    sampling, count = Sampling(temperature=0.7, top_p=top_p, top_k=top_k), 20_000
     uniforms = torch.arange(count, dtype=torch.float64) / count
     uniforms[-1] = 1 - 2**-53
     for scores in scores_of_many_kinds()[[0, 5, 10, 11]]:
-        expected = full_law(scores[None], law, 128)[0]
-        chosen = torch.cat([choose_tokens(scores.expand(len(part), -1), law, part) for part in uniforms.split(2000)])
+        expected = full_distribution(scores[None], sampling, 128)[0]
+        chosen = torch.cat([choose_tokens(scores.expand(len(part), -1), sampling, part) for part in uniforms.split(2000)])
         found = torch.bincount(chosen, minlength=700)
         assert found[expected == 0].sum() == 0
         assert (found - count * expected).abs().max() <= 2
 
 
-# --- the merged adapter
+# ---- The merged adapter ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merging_lends_and_puts_back(dtype):
+def test_merging_is_undone(dtype):
     model = adapted("qwen2", dtype=dtype)
     modules, tensors = dict(model.named_modules()), {name: p.clone() for name, p in model.named_parameters()}
     owners = {name: (p, p.data_ptr(), p.requires_grad) for name, p in model.named_parameters()}
@@ -252,8 +307,8 @@ def test_merging_lends_and_puts_back(dtype):
     if dtype == torch.float32:
         torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)
     assert (base - unmerged).abs().max() > 1 and torch.equal(again, unmerged)
-    with pytest.raises(RuntimeError, match="on the way"), merged_adapter(model):
-        raise RuntimeError("on the way")
+    with pytest.raises(RuntimeError, match="half-way"), merged_adapter(model):
+        raise RuntimeError("half-way")
     assert dict(model.named_modules()) == modules
     for name, p in model.named_parameters():
         assert (p, p.data_ptr(), p.requires_grad) == (owners[name][0], *owners[name][1:])
@@ -265,18 +320,18 @@ def test_merged_sampling_is_that_of_the_unmerged_model_and_follows_its_weights()
     """In float64 both round alike; the student is updated in place, the teacher lends its weights."""
     model, tokenizer = adapted(dtype=torch.float64), byte_tokenizer()
     model.double()
-    teacher, law = EMATeacher(model, 0.5), Sampling(max_new_tokens=15)
+    weights, sampling = EMAWeights(model, 0.5), Sampling(max_new_tokens=15)
     merged, unmerged = (HFRolloutEngine(model, tokenizer, merge_adapter=choice) for choice in (True, False))
-    first = merged.generate(PROMPTS, law, seed=1)
-    assert merged.causal_lm is model.get_base_model() and first == unmerged.generate(PROMPTS, law, seed=1)
+    first = merged.generate(PROMPTS, sampling, seed=1)
+    assert merged.causal_lm is model.get_base_model() and first == unmerged.generate(PROMPTS, sampling, seed=1)
     with torch.no_grad():
-        for p in teacher.parameters.values():
+        for p in weights.parameters.values():
             p.add_(0.2)
-    moved = merged.generate(PROMPTS, law, seed=1)
-    assert moved != first and moved == unmerged.generate(PROMPTS, law, seed=1)
-    with teacher.applied():
-        assert merged.generate(PROMPTS, law, seed=1) == first
-    assert merged.generate(PROMPTS, law, seed=1) == moved
+    moved = merged.generate(PROMPTS, sampling, seed=1)
+    assert moved != first and moved == unmerged.generate(PROMPTS, sampling, seed=1)
+    with weights.applied():
+        assert merged.generate(PROMPTS, sampling, seed=1) == first
+    assert merged.generate(PROMPTS, sampling, seed=1) == moved
     assert by_generate(model, tokenizer, merge_adapter=True).generate(PROMPTS, GREEDY, seed=1) == merged.generate(
         PROMPTS, GREEDY, seed=1
     )
@@ -307,7 +362,7 @@ def test_packed_copies_are_what_a_merged_bfloat16_model_runs_on():
     torch.testing.assert_close(merged, float32(ids).logits.detach(), rtol=0.05, atol=0.3)
 
 
-def test_training_goes_on_after_merging():
+def test_training_continues_after_merging():
     model = adapted()
     HFRolloutEngine(model, byte_tokenizer(), merge_adapter=True).generate(PROMPTS, GREEDY, seed=0)
     model(torch.arange(5, 25)[None]).logits.square().sum().backward()
@@ -330,8 +385,12 @@ def test_what_cannot_be_merged_runs_unmerged():
         assert mergeable_layers(plain) == []
 
 
-def test_when_merging_pays():
-    engine = HFRolloutEngine(adapted(), byte_tokenizer())
-    assert not engine._merges(1) and engine._merges(200)
-    assert HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=True)._merges(1)
-    assert not HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=False)._merges(200)
+@pytest.mark.parametrize(("choice", "merges"), [(None, [False, True]), (True, [True, True]), (False, [False, False])])
+def test_a_call_merges_where_that_pays(choice, merges):
+    """By default, a call of 16 decoding steps or more."""
+    model = adapted()
+    engine, merged = HFRolloutEngine(model, byte_tokenizer(), merge_adapter=choice), []
+    for steps in (15, 16):
+        sampling = Sampling(max_new_tokens=steps)
+        engine.generate([[5]], sampling, seed=0, progress=lambda done: merged.append(not mergeable_layers(model)))
+    assert merged == merges

@@ -1,23 +1,26 @@
-"""The trainer: Algorithm 1 on a tiny model, its bookkeeping, and exact resumption."""
+"""The trainer: Algorithm 1 on a tiny model, its rows, its run directory, and the updates of student and teacher."""
 
 from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from transformers import GenerationConfig, TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.objectives import Objective, register
-from firedistill.rollouts.engine import Response, Rollout
+from firedistill.metrics import Metrics
+from firedistill.objectives import MicroBatch, Objective, register
+from firedistill.objectives.top_d import TopD
+from firedistill.prompts import student_messages
+from firedistill.rollout import Response
 from firedistill.run.log import read_jsonl
-from firedistill.trainer import StepLog, TrainingOrder, learning_rate_factor
+from firedistill.step import learning_rate_factor, step_seed
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
-from tiny import ToyTask, save_checkpoint
+from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer
 
 METHODS = [
     "fire",
@@ -33,7 +36,8 @@ METHODS = [
     "srpo",
     "scope",
 ]
-
+# One method for each way in which a step can be put together: views without fields, updates of their own, groups, prefixes.
+DIFFERENT_METHODS = {"fire", "top_d", "srpo", "tropd"}
 
 DIAGNOSTICS = {
     "on_policy_sft": {"nll"},
@@ -46,54 +50,52 @@ DIAGNOSTICS = {
 }
 
 
+class Finished:
+    """A run that has ended."""
+
+    def __init__(self, folder, trainer: SelfDistillTrainer):
+        self.folder, self.trainer, self.start = folder, trainer, adapter_weights(trainer)
+        trainer.train()
+        self.rows, self.evaluations = read_jsonl(folder / "metrics.jsonl"), read_jsonl(folder / "evals.jsonl")
+
+    def rollouts(self, step: int) -> list[dict]:
+        return pq.read_table(self.folder / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+
+
+def short_run(checkpoint, folder, task=None, **changes) -> Finished:
+    """A run without evaluations and checkpoints."""
+    changes = {"max_steps": 2, "eval_size": 0, "save_strategy": "no", **changes}
+    return Finished(folder, run_trainer(checkpoint, folder, task, **changes))
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+def run_of(checkpoint, tmp_path_factory):
+    """Four steps of a method, run once for all tests that look at them."""
+    finished = {}
+
+    def run(method: str) -> Finished:
+        if method not in finished:
+            folder = tmp_path_factory.mktemp("runs") / method
+            saved = {} if method == "fire" else {"save_strategy": "no"}
+            finished[method] = Finished(folder, run_trainer(checkpoint, folder, method=method, **saved))
+        return finished[method]
+
+    return run
 
 
-def config(checkpoint: str, folder: Path, **changes) -> SelfDistillConfig:
-    settings = {
-        "model": checkpoint,
-        "task": "toy",
-        "model_dtype": "float32",
-        "output_dir": str(folder),
-        "max_steps": 4,
-        "warmup_steps": 2,
-        "learning_rate": 1e-2,
-        "max_new_tokens": 9,
-        "eval_size": 5,
-        "eval_steps": 2,
-        "save_steps": 2,
-        "per_device_train_batch_size": 4,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "top_p": 1.0,
-        "temperature": 1.0,
-        "nominal_learning_rate": 1e-3,
-    }
-    return SelfDistillConfig(**{**settings, **changes})
-
-
-def trainer(checkpoint: str, folder: Path, **changes) -> SelfDistillTrainer:
-    return SelfDistillTrainer(args=config(checkpoint, folder, **changes), task=ToyTask())
-
-
-def adapter_weights(t: SelfDistillTrainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in t.model.named_parameters() if p.requires_grad}
+# ---- Runs ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_of_every_method(method, checkpoint, tmp_path):
-    t = trainer(checkpoint, tmp_path / "run", method=method)
-    start = adapter_weights(t)
-    t.train()
-    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+def test_a_run_of_every_method(method, run_of):
+    run = run_of(method)
+    rows = run.rows
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["learning_rate"] for row in rows] == pytest.approx([1e-2 * learning_rate_factor(k, 2, 4) for k in range(1, 5)])
     assert [row["step_scale"] for row in rows] == pytest.approx([max(1, row["learning_rate"] / 1e-3) for row in rows])
     assert rows[-1]["cumulative_generated_tokens"] == sum(row["generated_tokens"] for row in rows)
     assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
-    assert any(not torch.equal(start[name], value) for name, value in adapter_weights(t).items())
+    assert any(not torch.equal(run.start[name], value) for name, value in adapter_weights(run.trainer).items())
     if method == "fire":
         wrong = [row for row in rows if row["correct_rate"] < 1]
         assert wrong and any(row["correct_rate"] > 0 for row in rows), "the toy task must give work to both branches"
@@ -102,14 +104,14 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
         for row in wrong:
             assert row["alpha_full"] + row["alpha_outcome"] + row["alpha_hint"] == pytest.approx(1, abs=1e-5)
     if method in {"no_attribution", "full_context", "veto", "top_d", "tropd"}:
-        # One view each: all that is saved is how its teacher's prompts begin alike.
+        # One view each: only the common beginnings of the teacher's prompts are saved.
         assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] > 0
     if method == "on_policy_sft":
-        assert rows[0]["teacher_tokens"] == 0
+        assert rows[0]["teacher_tokens"] == 0 and "seconds_score" not in rows[0]
     assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"
     groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5}.get(method, 1)
     for row in rows:
-        rollouts = pq.read_table(tmp_path / "run" / "rollouts" / f"step_{row['step']:06d}.parquet").to_pylist()
+        rollouts = run.rollouts(row["step"])
         assert len(rollouts) == 4 * groups
         sampled = sum(r["response_tokens"] - r["prefix_tokens"] + r["draft_tokens"] for r in rollouts)
         assert row["generated_tokens"] == sampled > 0
@@ -119,7 +121,7 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
         assert rows[0]["prefix_length"] > 0 and "prefix_length" not in rows[-1], "guidance ends with the schedule"
     if method == "veto":
         assert [row["veto_beta"] for row in rows] == pytest.approx([0.8, 0.8 * 2 / 3, 0.8 / 3, 0.0], abs=1e-6)
-    evaluations = read_jsonl(tmp_path / "run" / "evals.jsonl")
+    evaluations = run.evaluations
     assert [row["step"] for row in evaluations] == [0, 2, 4]
     assert {
         "accuracy",
@@ -133,11 +135,10 @@ def test_a_run_of_every_method(method, checkpoint, tmp_path):
     assert evaluations[-1]["cumulative_generated_tokens"] == rows[-1]["cumulative_generated_tokens"]
 
 
-def test_the_run_directory(checkpoint, tmp_path):
-    t = trainer(checkpoint, tmp_path / "run")
-    t.train()
-    folder = tmp_path / "run"
-    rollouts = pq.read_table(folder / "rollouts" / "step_000003.parquet").to_pylist()
+def test_the_run_directory(run_of):
+    run = run_of("fire")
+    folder, trainer = run.folder, run.trainer
+    rollouts = run.rollouts(3)
     assert len(rollouts) == 4 and {r["uid"].split("/")[0] for r in rollouts} == {"toy"}
     wrong = next(r for r in rollouts if not r["correct"])
     assert [f["name"] for f in wrong["feedback"]] == ["outcome", "hint"] and wrong["trained"]
@@ -147,54 +148,225 @@ def test_the_run_directory(checkpoint, tmp_path):
     assert "| 4 |" in (folder / "README.md").read_text(), "the model card holds the last evaluation"
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7]])
-    torch.testing.assert_close(loaded(ids).logits, t.model.eval()(ids).logits)
-    again = SelfDistillConfig(**t.args.resolved())
-    assert again.resolved() == t.args.resolved()
+    torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
+    again = SelfDistillConfig(**trainer.args.resolved())
+    assert again.resolved() == trainer.args.resolved()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in DIFFERENT_METHODS else pytest.mark.slow) for m in METHODS])
 def test_micro_batches_change_memory_not_the_result(method, checkpoint, tmp_path):
-    results = []
-    for size, accumulation in ((4, 1), (1, 4)):
-        t = trainer(
+    run, other = (
+        short_run(
             checkpoint,
             tmp_path / f"{size}",
             method=method,
-            max_steps=2,
             per_device_train_batch_size=size,
             gradient_accumulation_steps=accumulation,
-            eval_size=0,
         )
-        t.train()
-        results.append((read_jsonl(tmp_path / f"{size}" / "metrics.jsonl"), adapter_weights(t)))
-    (rows, weights), *others = results
-    for other_rows, other_weights in others:
-        for row, other in zip(rows, other_rows, strict=True):
-            assert row["generated_tokens"] == other["generated_tokens"]
-            assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
-            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-        for name in weights:
-            torch.testing.assert_close(weights[name], other_weights[name], rtol=1e-3, atol=1e-4)
+        for size, accumulation in ((4, 1), (1, 4))
+    )
+    for row, other_row in zip(run.rows, other.rows, strict=True):
+        assert row["generated_tokens"] == other_row["generated_tokens"]
+        assert row["loss"] == pytest.approx(other_row["loss"], rel=1e-4)
+        assert row["grad_norm"] == pytest.approx(other_row["grad_norm"], rel=1e-3)
+    weights, other_weights = adapter_weights(run.trainer), adapter_weights(other.trainer)
+    for name in weights:
+        torch.testing.assert_close(weights[name], other_weights[name], rtol=1e-3, atol=1e-4)
 
 
-def test_the_objectives_draws_do_not_repeat_the_samplers(checkpoint, tmp_path):
-    """Both seed a generator: a token's acceptance must not hang on how it was drawn."""
-    t = trainer(checkpoint, tmp_path / "run", method="tropd")
-    t.step_log = StepLog(1e-3, 1.0, 0.0)
+def test_warm_start_learns_the_solutions_and_a_run_continues_its_adapter(checkpoint, tmp_path):
+    settings = run_config(checkpoint, tmp_path / "warm").resolved() | {
+        "max_steps": 12,
+        "learning_rate": 3e-2,
+        "method": "supervised",
+        "eval_size": 0,
+        "save_strategy": "no",
+    }
+    warm = WarmStartTrainer(args=WarmStartConfig(**settings), task=ToyTask())
+    warm.train()
+    rows = read_jsonl(tmp_path / "warm" / "metrics.jsonl")
+    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and rows[-1]["generated_tokens"] == 0
+    trainer = run_trainer(checkpoint, tmp_path / "run", initial_adapter=str(tmp_path / "warm" / "adapter"), max_steps=1)
+    for name, value in adapter_weights(trainer).items():
+        torch.testing.assert_close(value, adapter_weights(warm)[name])
+        assert torch.equal(trainer.teacher.weights.shadow[name], value.float())
+
+
+# ---- Settings --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_settings_of_the_caller_stay_as_they_are(checkpoint, tmp_path):
+    model = random_model()
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, do_sample=True, top_k=20, repetition_penalty=1.1)
+    args = run_config(checkpoint, tmp_path / "run", checkpoint_sampling=True, eval_size=0)
+    args.eval_strategy, args.eval_on_start, args._n_gpu = "steps", True, 2
+    processes = args.distributed_state  # equal to itself only
+    before = copy.deepcopy(vars(args) | {"distributed_state": None})
+    trainer = SelfDistillTrainer(model, args=args, task=ToyTask(), processing_class=byte_tokenizer())
+    assert args.distributed_state is processes and vars(args) | {"distributed_state": None} == before
+    assert (trainer.args.top_k, trainer.args.repetition_penalty) == (20, 1.1)
+    assert (trainer.args.eval_strategy, trainer.args.eval_on_start, trainer.args.n_gpu) == ("no", False, 1)
+
+
+def test_sharded_base_models_are_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("firedistill.trainer.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match="FSDP and ZeRO-3 are not supported: .* use DDP"):
+        run_trainer(checkpoint, tmp_path / "run")
+
+
+# ---- One step --------------------------------------------------------------------------------------------------------------
+
+
+@register("curious")
+class Curious(Objective):
+    """Trains on every response and remembers what the trainer passes to it."""
+
+    def needs_teacher(self, rollout):
+        return False
+
+    def prepare(self, step):
+        self.step, self.batches = step, []
+        return [rollout.prompt_index for rollout in step.rollouts], Metrics()
+
+    def loss(self, batch: MicroBatch):
+        self.batches.append(batch)
+        metrics = Metrics()
+        metrics.mean(curiosity=1.0)
+        return batch.student.hidden.float().square().mean() / batch.responses, metrics
+
+
+def test_the_methods_draws_do_not_repeat_the_samplers(checkpoint, tmp_path):
+    """Both seed a generator: a token's acceptance must not depend on how it was drawn."""
+    objective = short_run(checkpoint, tmp_path / "run", method="curious", max_steps=1).trainer.objective
     draws, sampled_with = (
-        torch.rand(200, generator=torch.Generator().manual_seed(seed)) for seed in (t.step_batch([]).seed, t.sampling_seed())
+        torch.rand(200, generator=torch.Generator().manual_seed(seed)) for seed in (objective.step.seed, step_seed(0, 0))
     )
     assert not torch.isin(draws, sampled_with).any()
 
 
+def test_what_a_method_is_given(checkpoint, tmp_path):
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "log_prob_floor": -7.0, "max_steps": 3}
+    run = short_run(checkpoint, tmp_path / "run", method="curious", warmup_steps=0, lr_scheduler_type="constant", **changes)
+    step, batches = run.trainer.objective.step, run.trainer.objective.batches
+    assert (step.prompts, step.progress, len(step.rollouts)) == (4, 1.0, 4)
+    assert [len(batch.rollouts) for batch in batches] == [2, 2]
+    for batch in batches:
+        assert list(batch.prepared) == [rollout.prompt_index for rollout in batch.rollouts]
+        assert (batch.responses, batch.prompts, batch.progress) == (4, 4, 1.0)
+        assert (batch.step_scale, batch.log_prob_floor) == (pytest.approx(10.0), -7.0)
+        assert batch.student.lengths == [len(rollout.response_ids) for rollout in batch.rollouts]
+    assert {id(r) for batch in batches for r in batch.rollouts} == {id(r) for r in step.rollouts}
+    assert [row["curiosity"] for row in run.rows] == [1.0] * 3
+
+
+class Scripted:
+    """The same response to every prompt of a step, empty where `empty` says so."""
+
+    def __init__(self, empty: tuple[int, ...] = ()):
+        self.empty = empty
+
+    def generate(self, prompts, sampling, seed, progress=None, limits=None):
+        return [Response([], "", False) if i in self.empty else Response([8, 9, 10], "xyz", True) for i in range(len(prompts))]
+
+
+def test_loss_is_the_sum_over_responses_divided_by_the_prompts(checkpoint, tmp_path):
+    """Eq. fire_objective with N = prompts: leaving out half of the responses halves the loss of equal ones."""
+    rows = []
+    for empty in ((), (1, 3)):
+        changes = {"method": "supervised", "train_size": 1, "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
+        trainer = run_trainer(checkpoint, tmp_path / f"{len(empty)}", **changes)
+        trainer.rollout_engine = Scripted(empty)
+        (example,) = trainer.train_dataset.examples
+        prompt = trainer.encoder.encode(student_messages(trainer.task, example))
+        with torch.no_grad():
+            log_probs = trainer.model(torch.tensor([[*prompt, 8, 9, 10]])).logits[0, -4:-1].log_softmax(-1)
+        trainer.train()
+        rows += read_jsonl(tmp_path / f"{len(empty)}" / "metrics.jsonl")
+    full, half = (row["loss"] for row in rows)
+    assert full == pytest.approx(2 * half, rel=1e-5)
+    assert full == pytest.approx(-log_probs[torch.arange(3), torch.tensor([8, 9, 10])].mean().item(), rel=1e-4)
+    assert [row.get("empty_responses", 0) for row in rows] == [0, 2]
+
+
+def test_empty_responses_are_counted(checkpoint, tmp_path):
+    trainer = run_trainer(checkpoint, tmp_path / "run", eval_size=0, save_strategy="no")
+    trainer.rollout_engine = Scripted(empty=(1, 3))
+    trainer.train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["empty_responses"] for row in rows] == [2] * 4 and all(row["skipped_update"] == 0 for row in rows)
+
+
+def test_over_budget_examples_and_unfinished_rollouts_are_left_out_but_counted(checkpoint, tmp_path):
+    run = short_run(checkpoint, tmp_path / "run", max_prompt_tokens=80)
+    assert sum(row.get("skipped_over_budget", 0) for row in run.rows) > 0
+    assert run.trainer.prompts_per_step == 4
+    run = short_run(checkpoint, tmp_path / "drop", drop_unfinished_rollouts=True)
+    assert sum(row.get("dropped_unfinished", 0) for row in run.rows) > 0
+
+
+# ---- Updates of student and teacher ----------------------------------------------------------------------------------------
+
+
 def test_teacher_starts_as_the_student_and_follows_every_executed_update(checkpoint, tmp_path):
-    t = trainer(checkpoint, tmp_path / "run", max_steps=1, eval_size=0, ema_rate=0.25)
-    start = adapter_weights(t)
+    trainer = run_trainer(checkpoint, tmp_path / "run", max_steps=1, eval_size=0, ema_rate=0.25, save_strategy="no")
+    start, weights = adapter_weights(trainer), trainer.teacher.weights
     for name, value in start.items():
-        assert torch.equal(value.float(), t.teacher.shadow[name])
-    t.train()
-    for name, value in adapter_weights(t).items():
-        torch.testing.assert_close(t.teacher.shadow[name], 0.75 * start[name] + 0.25 * value)
+        assert torch.equal(value.float(), weights.shadow[name])
+    trainer.train()
+    for name, value in adapter_weights(trainer).items():
+        torch.testing.assert_close(weights.shadow[name], 0.75 * start[name] + 0.25 * value)
+
+
+class ExpectedTeacher(TrainerCallback):
+    """Moves its own EMA after every update that changed the student, and compares it with the teacher.
+
+    Attributes:
+        executed: by step, whether each of its updates changed the student.
+    """
+
+    def __init__(self, trainer: SelfDistillTrainer, rate: float):
+        self.trainer, self.rate, self.student = trainer, rate, adapter_weights(trainer)
+        self.shadow = {name: value.clone() for name, value in self.student.items()}
+        self.executed: list[list[bool]] = [[] for _ in range(trainer.args.max_steps)]
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        student = adapter_weights(self.trainer)
+        executed = any(not torch.equal(student[name], self.student[name]) for name in student)
+        self.executed[state.global_step].append(executed)
+        for name, value in student.items():
+            if executed:
+                self.shadow[name].lerp_(value, self.rate)
+            torch.testing.assert_close(self.trainer.teacher.weights.shadow[name], self.shadow[name], rtol=1e-6, atol=1e-7)
+        self.student = student
+
+
+@register("fragile_top_d")
+class FragileTopD(TopD):
+    """TOP-D whose loss on one example is not a number."""
+
+    def loss(self, batch):
+        loss, metrics = super().loss(batch)
+        bad = any(rollout.example.uid == "toy/train/3" for rollout in batch.rollouts)
+        return loss * (math.nan if bad else 1.0), metrics
+
+
+@pytest.mark.parametrize("method", ["fire", "top_d", "fragile_top_d"])
+def test_the_teacher_moves_once_per_executed_update(method, checkpoint, tmp_path):
+    """Two passes of TOP-D over four prompts of a step are eight updates."""
+    settings = {} if method == "fire" else {"epochs": 2}
+    changes = {"max_steps": 3, "eval_size": 0, "ema_rate": 0.25, "weight_decay": 0.5, "save_strategy": "no"}
+    trainer = run_trainer(checkpoint, tmp_path / "run", method=method, method_settings=settings, **changes)
+    expected = ExpectedTeacher(trainer, 0.25)
+    trainer.add_callback(expected)
+    trainer.train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [len(updates) for updates in expected.executed] == [row.get("updates", 1) for row in rows]
+    assert [updates.count(False) for updates in expected.executed] == [row["skipped_update"] for row in rows]
+    # Three steps of four prompts are the twelve examples, each once: its two updates are skipped.
+    assert sum(row["skipped_update"] for row in rows) == (2 if method == "fragile_top_d" else 0) == rows[-1]["skipped_updates"]
+    assert sum(map(len, expected.executed)) == (3 if method == "fire" else 24)
+    shadow, student = trainer.teacher.weights.shadow, adapter_weights(trainer)
+    assert any(not torch.equal(shadow[name], student[name]) for name in student), "a move too many would show"
 
 
 @register("nothing")
@@ -213,85 +385,43 @@ class Explosion(Objective):
         return False
 
     def loss(self, batch):
-        return (batch.student.hidden * math.nan).sum()
+        return (batch.student.hidden * math.nan).sum(), Metrics()
 
 
 @pytest.mark.parametrize("method", ["nothing", "explosion"])
 def test_a_step_without_a_usable_gradient_updates_nothing(method, checkpoint, tmp_path):
-    t = trainer(checkpoint, tmp_path / "run", method=method, max_steps=2, weight_decay=0.5)
-    start, teacher = adapter_weights(t), copy.deepcopy(t.teacher.shadow)
-    t.train()
-    for name, value in adapter_weights(t).items():
-        assert torch.equal(value, start[name]) and torch.equal(t.teacher.shadow[name], teacher[name])
+    trainer = run_trainer(checkpoint, tmp_path / "run", method=method, max_steps=2, weight_decay=0.5, eval_size=0)
+    start, teacher = adapter_weights(trainer), copy.deepcopy(trainer.teacher.weights.shadow)
+    trainer.train()
+    for name, value in adapter_weights(trainer).items():
+        assert torch.equal(value, start[name]) and torch.equal(trainer.teacher.weights.shadow[name], teacher[name])
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_update"] for row in rows] == [1, 1] and rows[-1]["skipped_updates"] == 2
     assert rows[0]["learning_rate"] != rows[1]["learning_rate"], "the schedule advances"
 
 
-def test_over_budget_examples_and_unfinished_rollouts_are_left_out_but_counted(checkpoint, tmp_path):
-    t = trainer(checkpoint, tmp_path / "run", max_steps=2, max_prompt_tokens=80, eval_size=0)
-    t.train()
+@register("one_bad_response")
+class OneBadResponse(Objective):
+    """The loss of one example is not a number."""
+
+    def needs_teacher(self, rollout):
+        return False
+
+    def loss(self, batch):
+        bad = any(rollout.example.uid == "toy/train/3" for rollout in batch.rollouts)
+        return (batch.student.hidden.float() ** 2).mean() * (math.nan if bad else 1.0), Metrics()
+
+
+def test_one_response_without_a_finite_loss_costs_its_step_and_is_named(checkpoint, tmp_path, caplog):
+    changes = {"max_steps": 3, "weight_decay": 0.5, "eval_size": 0, "save_strategy": "no"}
+    trainer = run_trainer(checkpoint, tmp_path / "run", method="one_bad_response", **changes)
+    expected = ExpectedTeacher(trainer, trainer.args.ema_rate)
+    trainer.add_callback(expected)
+    trainer.train()
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-    assert sum(row.get("skipped_over_budget", 0) for row in rows) > 0
-    assert t.prompts_per_step == 4
-    t = trainer(checkpoint, tmp_path / "drop", max_steps=2, drop_unfinished_rollouts=True, eval_size=0)
-    t.train()
-    rows = read_jsonl(tmp_path / "drop" / "metrics.jsonl")
-    assert sum(row.get("dropped_unfinished", 0) for row in rows) > 0
-
-
-def test_loss_is_the_sum_over_responses_divided_by_the_prompts(checkpoint, tmp_path):
-    """Eq. fire_objective with N = prompts: leaving out half of the responses halves the loss of equal ones."""
-    t = trainer(checkpoint, tmp_path / "run", method="supervised", eval_size=0)
-    example = t.task.examples("train", 1)[0]
-    rollout = Rollout(example, [5, 6, 7], Response([8, 9, 10], "xyz", True), t.task.verify(example, "xyz"))
-    t.create_optimizer_and_scheduler(4)
-    t.step_log = StepLog(1e-3, 1.0, 0.0, prompts=4)
-    full = t.compute_loss(t.model, [rollout] * 4)
-    half = t.compute_loss(t.model, [rollout] * 2)
-    assert full.item() == pytest.approx(2 * half.item(), rel=1e-5)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
-    log_probs = t.model(ids).logits[0, 2:5].log_softmax(-1)
-    expected = -log_probs[torch.arange(3), torch.tensor([8, 9, 10])].mean()
-    assert full.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_warm_start_learns_the_solutions_and_its_adapter_continues(checkpoint, tmp_path):
-    settings = config(checkpoint, tmp_path / "warm").resolved() | {
-        "max_steps": 30,
-        "learning_rate": 3e-2,
-        "method": "supervised",
-    }
-    warm = WarmStartTrainer(args=WarmStartConfig(**settings), task=ToyTask())
-    warm.train()
-    rows = read_jsonl(tmp_path / "warm" / "metrics.jsonl")
-    assert rows[-1]["loss"] < 0.5 * rows[0]["loss"] and rows[-1]["generated_tokens"] == 0
-    t = trainer(checkpoint, tmp_path / "run", initial_adapter=str(tmp_path / "warm" / "adapter"), max_steps=1)
-    for name, value in adapter_weights(t).items():
-        torch.testing.assert_close(value, adapter_weights(warm)[name])
-        assert torch.equal(t.teacher.shadow[name], value.float())
-
-
-def test_order_is_one_seeded_shuffle_reshuffled_at_the_end():
-    examples = ToyTask().examples("train", 5)
-    order = [e.uid for e in (TrainingOrder(examples, 12, seed=3)[i] for i in range(12))]
-    assert sorted(order[:5]) == sorted(order[5:10]) == sorted(e.uid for e in examples)
-    assert order[:5] != order[5:10]
-    assert [TrainingOrder(examples, 12, seed=3)[i].uid for i in (11, 2, 7)] == [order[11], order[2], order[7]]
-    assert [TrainingOrder(examples, 12, seed=4)[i].uid for i in range(12)] != order
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(25, 200), (0, 10), (3, 3), (1, 1)])
-def test_schedule_has_no_step_of_rate_zero(warmup, total):
-    factors = [learning_rate_factor(step, warmup, total) for step in range(1, total + 1)]
-    assert all(0 < factor <= 1 for factor in factors)
-    if warmup:
-        assert factors[0] == pytest.approx(1 / warmup) and factors[warmup - 1] == 1
-    assert learning_rate_factor(total + 1, warmup, total) == pytest.approx(0, abs=1e-12)
-    assert learning_rate_factor(total, 0, total, "constant") == 1
-
-
-def test_sharded_base_models_are_refused(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("firedistill.trainer.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="FSDP and ZeRO-3 are not supported: .* use DDP"):
-        trainer(checkpoint, tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3], "the run came to its end"
+    uids = [{r["uid"] for r in pq.read_table(path).to_pylist()} for path in sorted(tmp_path.glob("run/rollouts/step_*"))]
+    bad = ["toy/train/3" in step for step in uids]
+    assert bad == [bool(row["skipped_update"]) for row in rows] and True in bad and False in bad
+    assert expected.executed == [[not skipped] for skipped in bad], "neither student nor teacher moves in a bad step"
+    assert "the gradient is not finite, so nothing is updated; trained on:" in caplog.text and "toy/train/3" in caplog.text

@@ -1,4 +1,4 @@
-"""Tiny random models, a byte-level tokenizer and a toy task: every code path of a run in seconds."""
+"""Tiny random models, a byte-level tokenizer, a toy task and tiny runs: every code path of a run in seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from firedistill import Example, FeedbackField, Task, Verdict
+from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Task, Verdict
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -67,8 +67,41 @@ def save_checkpoint(folder: Path, **options) -> str:
     return str(folder)
 
 
+def run_config(checkpoint: str, folder: Path, **changes) -> SelfDistillConfig:
+    """Four steps over the toy task, with evaluations and checkpoints after the second and the fourth."""
+    settings = {
+        "model": checkpoint,
+        "task": "tiny:ToyTask",
+        "model_dtype": "float32",
+        "output_dir": str(folder),
+        "max_steps": 4,
+        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+        "nominal_learning_rate": 1e-3,
+        "max_new_tokens": 9,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "eval_size": 5,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "per_device_train_batch_size": 4,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+    }
+    return SelfDistillConfig(**{**settings, **changes})
+
+
+def run_trainer(checkpoint: str, folder: Path, task: Task | None = None, **changes) -> SelfDistillTrainer:
+    return SelfDistillTrainer(args=run_config(checkpoint, folder, **changes), task=task or ToyTask())
+
+
+def adapter_weights(trainer: SelfDistillTrainer) -> dict[str, torch.Tensor]:
+    """Copies of the trained parameters, by name."""
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
 class ToyTask(Task):
-    """Answers are right when their length is even: both branches get work from a random model. Two feedback fields of its own."""
+    """Correct answers have an even length, so a random model gives both branches work. Two feedback fields."""
 
     name = "toy"
     type_name = "toy"

@@ -370,7 +370,8 @@ class SelfDistillTrainer(ResumableTrainer):
             metrics.total(out_of_memory=halved)
             for limit in self.limits.values():
                 limit.halved = 0
-        metrics.seconds["seconds_update"] = total - metrics.seconds["seconds_rollout"] - metrics.seconds["seconds_score"]
+        seconds = metrics.seconds
+        seconds["seconds_update"] = total - seconds["seconds_rollout"] - seconds.get("seconds_score", 0.0)
         ranks = gather_object([(metrics.on_host(), float(record.loss))])
         row = over_processes(of_rank for of_rank, _ in ranks).row()
         naive, read = row.pop("naive_teacher_tokens", 0), row.pop("teacher_tokens", 0)

@@ -108,7 +108,7 @@ class Teacher:
             OutOfMemory: a single response does not fit.
         """
         lengths = list(lengths) if lengths is not None else [len(rollout.response_ids) for rollout in rollouts]
-        if not rollouts:
+        if not (rollouts and views):
             return [ResponseStates(self._no_states(), []) for _ in views]
         with self.metrics.timed("seconds_score", self.device):
             for attempt in self.limit.attempts():

@@ -1,0 +1,129 @@
+"""Disks that are full and trackers that fail: the run continues, and nothing that was computed is lost."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+
+from firedistill import SelfDistillTrainer
+from firedistill.run.checkpoints import newest_checkpoint
+from firedistill.run.log import RunLog, read_jsonl
+from tiny import ToyTask, run_config, run_trainer
+
+
+def trainer(checkpoint, folder, **changes) -> SelfDistillTrainer:
+    return run_trainer(checkpoint, folder, **{"eval_size": 0, "save_steps": 100, **changes})
+
+
+def rows_of(t: SelfDistillTrainer) -> list[dict]:
+    t.train()
+    rows = read_jsonl(Path(t.args.output_dir) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, t.args.max_steps + 1)), "the run came to its end"
+    return rows
+
+
+class Between(TrainerCallback):
+    """Does one thing at the end of a step and another at the end of a later one."""
+
+    def __init__(self, actions):
+        self.actions = actions
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.actions.get(state.global_step, lambda: None)()
+
+
+class NewestCheckpoint(TrainerCallback):
+    """The names of the newest complete checkpoint after every attempt to write one."""
+
+    def __init__(self, run):
+        self.run, self.names = run, []
+
+    def on_save(self, args, state, control, **kwargs):
+        self.names.append(newest_checkpoint(self.run).name)
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_tried_again(checkpoint, tmp_path, caplog):
+    """The system refuses files beyond a size, as a full disk does."""
+    t = trainer(checkpoint, tmp_path / "run", save_steps=1, save_total_limit=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    t.add_callback(Between({2: lambda: limit(12_000), 4: lambda: limit(before[0])}))
+    seen = NewestCheckpoint(tmp_path / "run")
+    t.add_callback(seen)
+    try:
+        rows = rows_of(t)
+    finally:
+        limit(before[0])
+    assert seen.names == ["checkpoint-1", "checkpoint-1", "checkpoint-1", "checkpoint-4"], (
+        "the earlier one stays until a new one is complete"
+    )
+    assert [row.get("failed_checkpoints", 0) for row in rows] == [0, 0, 1, 2]
+    assert "checkpoint-2 could not be written" in caplog.text and "Make room" in caplog.text
+    assert not list((tmp_path / "run").glob(".unfinished*"))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_rows_wait_for_a_disk_that_is_full(checkpoint, tmp_path, caplog):
+    t = trainer(checkpoint, tmp_path / "run", save_steps=2)
+    rows, aside = tmp_path / "run" / "metrics.jsonl", tmp_path / "aside"
+
+    def fill():
+        rows.rename(aside)
+        rows.symlink_to("/dev/full")
+
+    def empty():
+        rows.unlink()
+        aside.rename(rows)
+
+    t.add_callback(Between({1: fill, 3: empty}))
+    t.train()
+    found = read_jsonl(rows)
+    assert [row["step"] for row in found] == [1, 2, 3, 4], "none was lost"
+    assert "rows of metrics.jsonl wait until they can be written" in caplog.text and found[-1]["failed_writes"] == 2
+    assert found[-1]["failed_checkpoints"] == 1, "a checkpoint needs its rows"
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_half_a_row_never_spoils_the_next(tmp_path):
+    log = RunLog(tmp_path)
+    log.metrics({"step": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 5, limits[1]))
+    try:
+        log.metrics({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n' and log.failed_writes == 1
+    log.metrics({"step": 3})
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_rollouts_that_cannot_be_written_are_counted(tmp_path):
+    log = RunLog(tmp_path)
+    (tmp_path / "rollouts").write_text("in the way")
+    log.rollouts(1, [{"step": 1}])
+    assert log.failed_writes == 1
+
+
+def test_a_run_continues_without_its_tracker(checkpoint, tmp_path, caplog):
+    class Tracker(TrainerCallback):
+        calls = 0
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            self.calls += 1
+            if self.calls > 1:
+                raise ConnectionError("the tracker is gone")
+
+    Tracker.__module__ = "transformers.integrations.integration_utils"
+    tracker = Tracker()
+    config = run_config(checkpoint, tmp_path / "run", eval_size=0, save_strategy="no")
+    rows = rows_of(SelfDistillTrainer(args=config, task=ToyTask(), callbacks=[tracker]))
+    assert [row.get("failed_tracker_calls", 0) for row in rows] == [0, 0, 1, 2] and tracker.calls >= 4
+    assert caplog.text.count("the tracker Tracker failed in on_log (ConnectionError: the tracker is gone)") == 1
