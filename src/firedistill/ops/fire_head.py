@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,16 +72,9 @@ def fire_head_loss(
     hidden: Tensor,
     token_weights: Tensor,
     *,
-    token_ids: Tensor,
-    correct: Tensor,
-    teacher_hidden: Tensor,
     loo_hidden: Tensor | None = None,
-    teacher_head: Head | Tensor | None = None,
-    step_scale: float = 1.0,
-    log_prob_floor: float | None = None,
     attribution: bool = True,
-    projection: bool = True,
-    chunk_size: int | None = None,
+    **settings: Any,
 ) -> FireHeadOutput:
     """Both branches of FIRE on M response tokens (eqs. fire_radius to fire_objective), with memory that does not grow with M.
 
@@ -90,7 +83,7 @@ def fire_head_loss(
     Args:
         loo_hidden: `[B, W, H]`, the teacher's states without field j, in the order of `teacher_hidden`. A response with fewer than B
             fields repeats its states of the full view, whose energy is 0. None without attribution.
-        others: as in `first_pass`.
+        others: as in `first_pass`; `token_ids`, `correct` and `teacher_hidden` are required.
 
     Returns:
         The loss, in float32 (float64 for float64 states), with its exact gradient for `hidden` and for what is trained of the
@@ -101,26 +94,8 @@ def fire_head_loss(
     """
     if attribution and loo_hidden is None:
         raise ValueError("fire_head_loss with attribution=True needs loo_hidden; pass attribution=False to go without")
-    if attribution and loo_hidden is not None and loo_hidden.shape[1:] != teacher_hidden.shape:
-        raise ValueError(
-            f"loo_hidden {tuple(loo_hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)} do not fit: "
-            "expected [B, W, H] and [W, H]"
-        )
-    return first_pass(
-        head,
-        hidden,
-        token_weights,
-        token_ids=token_ids,
-        correct=correct,
-        teacher_hidden=teacher_hidden,
-        teacher_head=teacher_head,
-        step_scale=step_scale,
-        log_prob_floor=log_prob_floor,
-        attribution=attribution,
-        projection=projection,
-        chunk_size=chunk_size,
-        loo_hidden=loo_hidden if attribution else None,
-    ).output()
+    views = loo_hidden if attribution else None
+    return first_pass(head, hidden, token_weights, attribution=attribution, loo_hidden=views, **settings).output()
 
 
 def first_pass(
@@ -170,6 +145,11 @@ def first_pass(
     head = head if isinstance(head, Head) else Head.of_weight(head)
     if teacher_head is not None and not isinstance(teacher_head, Head):
         teacher_head = Head.of_weight(teacher_head)
+    if loo_hidden is not None and loo_hidden.shape[1:] != teacher_hidden.shape:
+        raise ValueError(
+            f"loo_hidden {tuple(loo_hidden.shape)} and teacher_hidden {tuple(teacher_hidden.shape)} do not fit: "
+            "expected [B, W, H] and [W, H]"
+        )
     wrong = (~correct).nonzero().flatten()
     if len(wrong) != len(teacher_hidden):
         raise ValueError(
