@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.config import effect
-from firedistill.objectives import Objective, registered_objectives
+from firedistill.objectives import Metrics, Objective, registered_objectives
 from firedistill.run import checkpoints
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
 from firedistill.run.identity import choose, differences, to_plain
@@ -381,7 +381,7 @@ class Momentum(Objective):
 
     def loss(self, batch):
         self.seen += sum(batch.student.lengths)
-        return (batch.student.hidden.float() ** 2).mean() * (1 + self.seen)
+        return (batch.student.hidden.float() ** 2).mean() * (1 + self.seen), Metrics()
 
     def state(self):
         return {"seen": self.seen}
@@ -412,7 +412,7 @@ def test_the_command_line_resumes_by_itself_and_refuses_another_run(copy, whole,
     told = capsys.readouterr().err
     assert told.startswith("firedistill train: ") and "learning_rate was 0.01, is 0.001" in told and len(told.splitlines()) == 1
     assert firedistill(["train", str(copy)]) == 0
-    assert f"goes on after step 2, from {copy / 'checkpoint-2'}" in capsys.readouterr().out
+    assert f"resuming after step 2, from {copy / 'checkpoint-2'}" in capsys.readouterr().out
     assert same_runs(whole, copy) == [], "although its settings name the folder where it was made"
     shutil.rmtree(copy / "checkpoint-4")
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3", "--allow_changes", "learning_rate", "--resume"]) == 0
@@ -430,15 +430,15 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
 
 
 def test_a_stopped_command_says_how_to_resume(model, tmp_path, capsys, monkeypatch):
-    from firedistill.trainer import StepReport
+    from firedistill.trainer import StepCallbacks
 
     killable_config(model, tmp_path / "run", "fire", 4).save_yaml(tmp_path / "mine.yaml")
-    real = StepReport.on_step_end
+    real = StepCallbacks.on_step_end
 
     def on_step_end(self, args, state, control, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
         return real(self, args, state, control, **kwargs)
 
-    monkeypatch.setattr(StepReport, "on_step_end", on_step_end)
+    monkeypatch.setattr(StepCallbacks, "on_step_end", on_step_end)
     assert firedistill(["train", str(tmp_path / "mine.yaml")]) == 128 + signal.SIGTERM
-    assert f"stopped by SIGTERM after step 1; go on with: firedistill train {tmp_path / 'run'}" in capsys.readouterr().out
+    assert f"stopped by SIGTERM after step 1; resume with: firedistill train {tmp_path / 'run'}" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -137,8 +138,7 @@ def test_the_rollout_files_of_a_run_are_one_table(tmp_path):
 
 
 def test_a_custom_verifier_may_submit_numbers(tmp_path):
-    row = rollout()
-    row.verdict = Verdict(True, 4, 4)
+    row = replace(rollout(), verdict=Verdict(True, 4, 4))
     RunLog(tmp_path).rollouts(1, [rollout_row(row, 1, "p", True)])
     assert pq.read_table(tmp_path / "rollouts").to_pylist()[0]["submitted"] == "4"
 

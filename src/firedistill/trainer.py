@@ -254,7 +254,8 @@ class SelfDistillTrainer(ResumableTrainer):
             self.sampling_seed(),
             progress=partial(self.on_progress, "rollouts", total=total),
         )
-        rollouts = self.objective.sample(sampler, prompts, self.progress)
+        with explained_memory(SMALLER_ROLLOUTS):  # an engine may halve its batches by itself first
+            rollouts = self.objective.sample(sampler, prompts, self.progress)
         metrics = rollout_metrics(rollouts)
         if skipped:
             metrics.total(skipped_over_budget=len(skipped))
