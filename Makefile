@@ -1,6 +1,6 @@
 # Two targets for a fresh machine with nothing but Python 3.11 or newer:
 #   make demo   fine-tune a real model with FIRE, from a short warm start to an adapter
-#   make test   the test suite
+#   make test   lint and the test suite, without the tests that train for long
 # Both make .venv and install one tested set of versions the first time; the second time they start at once.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-versions lint clean
+.PHONY: demo test test-slow test-versions lint clean
 
 demo: $(STAMP)
 	@echo "== 1 of 2: a short warm start on gold solutions, so that there is something to distil"
@@ -24,7 +24,12 @@ demo: $(STAMP)
 	@echo "  $(BIN)/firedistill train --help                             your own model and task"
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+# The tests that train for long: kills, two processes, pretraining, all methods
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
 
 # The core dependencies at their lower bounds, in an environment of its own (about 1 GB)
 test-versions:

@@ -23,9 +23,10 @@ from tiny import ToyTask
 TESTS = Path(__file__).parent
 
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or os.name == "nt", reason="needs torch.distributed with gloo"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_available() or os.name == "nt", reason="needs torch.distributed with gloo"),
+]
 # Rollouts are scripted where one process must have the same ones as two; sampled ones depend on the process.
 COMPARED = ["warmstart", "fire:scripted", "on_policy_sft:scripted", "srpo:scripted", "scope:scripted", "top_d:scripted"]
 SAMPLED = ["fire", "tropd"]

@@ -144,6 +144,7 @@ def test_rows_do_not_depend_on_the_process(script):
     assert hashlib.sha256("\n\n".join(answers).encode()).hexdigest()[:16] == "26c3e4b71d75b577"
 
 
+@pytest.mark.slow
 def test_pretraining_is_deterministic_and_resumes(script, tmp_path, monkeypatch):
     pretrain = script("pretrain")
     monkeypatch.setattr(pretrain, "ROWS", ((0, 4, 2, 0), (2, 2, 2, 2)))

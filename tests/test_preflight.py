@@ -196,6 +196,6 @@ def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--max_prompt_tokens", "3"]) == 2
     printed = capsys.readouterr()
     assert "error: training prompts: 12 of 12 have more than 3 tokens" in printed.out
-    assert "1 thing to mend before training" in printed.err and not list((tmp_path / "run").glob("*"))
+    assert "1 problem to fix before training" in printed.err and not list((tmp_path / "run").glob("*"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "maybe"]) == 2
     assert dataclasses.is_dataclass(preflight.__globals__["Finding"])

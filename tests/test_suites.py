@@ -1,11 +1,14 @@
-"""Suites: what they plan, where runs stand, who may take one, and a real one that is killed and continued."""
+"""Suites: what they plan, where runs stand, which process executes one, and a real one that is killed and continued."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import multiprocessing
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,23 +22,26 @@ from firedistill.cli import main as cli
 from firedistill.cli import suite as command
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
+from firedistill.suites import run as running
 from firedistill.suites.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
 from firedistill.suites.run import (
+    HOST,
     Runner,
     RunState,
     SuiteFolder,
     array_part,
     duration,
-    is_alive,
+    is_locked,
+    lock,
+    run_arguments,
+    run_command,
     seconds_left,
     share,
-    started,
     summary,
-    train_command,
 )
 from tiny import save_checkpoint
 
-TESTS = str(Path(__file__).parent)
+TESTS = Path(__file__).parent
 
 RECIPE = """\
 model: {model}
@@ -118,7 +124,7 @@ def test_the_papers_sweep():
 
 
 def test_the_laboratory_names_every_method_and_the_sweep(monkeypatch):
-    """With a stand-in for its recipe, which may be another one tomorrow."""
+    """With a stand-in for its recipe, so that edits of the recipe do not matter."""
     monkeypatch.setattr(recipes, "read_recipe", lambda name: {"lab": {"model": "lab", "learning_rate": 1e-3}}[name])
     plan = make_plan("lab")
     assert len({run.method for run in plan.runs}) == 12 and {run.seed for run in plan.runs} == {0, 1, 2}
@@ -157,7 +163,7 @@ def test_options_for_all_runs_win_and_are_checked(toy):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("title: x", "is no suite: it must hold a mapping with a list of blocks"),
+        ("title: x", "is not a suite: expected a mapping with a list of blocks"),
         ("blocks: [3]", "a block is 3; expected a mapping"),
         ("blocks: [{recipe: [toy.yaml]}]", "unknown key 'recipe'; a block may have learning_rate_factors, methods"),
         ("blocks: [{recipes: toy.yaml, methods: [fire]}]", "recipes is 'toy.yaml'; expected a list"),
@@ -167,12 +173,12 @@ def test_options_for_all_runs_win_and_are_checked(toy):
         ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [0]}]", "expected numbers above 0"),
         (
             "blocks: [{recipes: [toy.yaml], methods: [fire]}, {recipes: [toy.yaml], methods: [fire], settings: {top_p: 1}}]",
-            "two runs",
+            "two runs are named toy-fire-seed0",
         ),
         ("blocks: [", "is not valid YAML"),
     ],
 )
-def test_suite_files_that_cannot_be_meant(text, complaint, toy):
+def test_invalid_suite_files(text, complaint, toy):
     toy.write_text(text)
     with pytest.raises(ValueError, match=complaint):
         plan = make_plan(str(toy))
@@ -210,21 +216,36 @@ def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
     with pytest.raises(ValueError, match="holds suite 'suite', not 'other'"):
         merge(plan, Plan("other", "", {}), tmp_path)
     suite.plan_path.write_text("{")
-    with pytest.raises(ValueError, match="is no plan of a suite"):
+    with pytest.raises(ValueError, match="is not the plan of a suite"):
         assert suite.plan
 
 
 # ---- Runs, with a stub instead of training -----------------------------------------------------------------------------------
 
 STUB = """\
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 folder, steps, behaviour = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 folder.mkdir(parents=True, exist_ok=True)
+if behaviour == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if behaviour == "clumsy":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 with (folder / "calls").open("a") as file:
     file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "-") + "\\n")
-if behaviour == "sleep":
+if behaviour in ("sleep", "stubborn", "clumsy"):
     time.sleep(60)
-if behaviour == "fail":
+if behaviour == "alone":
+    if (folder / "busy").exists():
+        (folder / "two").touch()
+    (folder / "busy").touch()
+    time.sleep(0.3)
+    (folder / "busy").unlink()
+if behaviour == "helper" and (helper := os.fork()) == 0:
+    time.sleep(60)
+    sys.exit()
+if behaviour == "helper":
+    (folder / "helper").write_text(str(helper))
+if behaviour in ("fail", "helper"):
     print("Traceback: it broke")
     sys.exit(3)
 with (folder / "metrics.jsonl").open("w") as file:
@@ -237,7 +258,7 @@ with (folder / "metrics.jsonl").open("w") as file:
 
 
 def stub(behaviour):
-    """A command that leaves what a run leaves; `behaviour` maps the id of a run to "fail" or "sleep"."""
+    """A command that leaves what a run leaves; `behaviour` maps the id of a run to what it does."""
 
     def command_of(suite, run):
         return [sys.executable, "-c", STUB, str(suite.run_folder(run)), str(run.max_steps), behaviour.get(run.id, "")]
@@ -246,10 +267,12 @@ def stub(behaviour):
 
 
 def work(suite, plan, behaviour=None, runs=None, **options):
-    told = []
-    runner = Runner(suite, plan, runs or plan.runs, command=stub(behaviour or {}), told=told.append, pause=0.02, **options)
+    events = []
+    runner = Runner(
+        suite, plan, runs or plan.runs, command=stub(behaviour or {}), on_event=events.append, pause=0.02, **options
+    )
     states = runner.work()
-    return {name: state.name for name, state in states.items()}, told
+    return {name: state.name for name, state in states.items()}, events
 
 
 def calls(suite, name):
@@ -267,15 +290,16 @@ def suite(toy, tmp_path):
 def test_runs_are_made_once_failed_ones_again_on_request_only(suite):
     plan = suite.plan
     broken = plan.runs[1].id
-    states, told = work(suite, plan, {broken: "fail"})
+    states, events = work(suite, plan, {broken: "fail"})
     assert states == {run.id: "failed" if run.id == broken else "done" for run in plan.runs}
-    assert any(line.startswith(f"{broken}: failed, exit status 3: Traceback: it broke (log: ") for line in told)
+    assert any(line.startswith(f"{broken}: failed, exit status 3: Traceback: it broke (log: ") for line in events)
     assert "it broke" in suite.log_path(plan.runs[1]).read_text()
     assert work(suite, plan)[0][broken] == "failed"
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
     assert set(work(suite, plan, retry_failed=True)[0].values()) == {"done"}
     assert {run.id: len(calls(suite, run.id)) for run in plan.runs} == {run.id: 1 + (run.id == broken) for run in plan.runs}
-    assert not list((suite.folder / "state").glob("*.lock.*")) and not suite.lock_path(plan.runs[0]).exists()
+    assert not any(is_locked(path) for path in (suite.folder / "state").glob("*.lock"))
+    assert not list((suite.folder / "state").glob(".*")), "no unfinished files"
     state = suite.state(plan.runs[0])
     assert (state.step, state.accuracy) == (16, 0.5)
 
@@ -304,24 +328,23 @@ def test_runs_are_spread_over_the_gpus(suite):
 
 
 def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
-    """The suite's process is killed, the run's is not: it is neither lost nor made twice at the same time."""
+    """The suite process is killed, the run's is not: the run is neither lost nor executed twice at the same time."""
     plan = suite.plan
     slow = plan.runs[0]
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(target=work, args=(suite, plan, {slow.id: "sleep"}))
-    process.start()
-    wait_for(lambda: calls(suite, slow.id))
+    process = forked(work, suite, plan, {slow.id: "sleep"})
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    child = json.loads(suite.lock_path(slow).read_text())["child"]
-    assert suite.state(slow).name == "running", "its own process is still going"
-    told = []
+    child = suite.record(slow)["pid"]
+    assert suite.state(slow).name == "running", "its own process is alive"
+    events = []
 
-    def end_it(runner):
-        if any("still going from before" in line for line in told):
+    def end_it(states):
+        if any("still running, process " in line for line in events) and states[slow.id].name == "running":
+            assert lock(suite.state_path(slow, "lock")) is None, "a third suite process leaves it alone"
             os.kill(child, signal.SIGKILL)
 
-    runner = Runner(suite, plan, plan.runs, command=stub({}), told=told.append, watch=end_it, pause=0.02)
+    runner = Runner(suite, plan, plan.runs, command=stub({}), on_event=events.append, on_poll=end_it, pause=0.02)
     states = runner.work()
     assert {state.name for state in states.values()} == {"done"} and len(calls(suite, slow.id)) == 2
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs[1:])
@@ -333,23 +356,56 @@ def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
     def stopped(suite, run):
         return [sys.executable, "-c", "import sys; sys.exit(143)"] if run == plan.runs[0] else stub({})(suite, run)
 
-    told = []
-    states = Runner(suite, plan, plan.runs, command=stopped, told=told.append, pause=0.02).work()
+    events = []
+    states = Runner(suite, plan, plan.runs, command=stopped, on_event=events.append, pause=0.02).work()
     assert [state.name for state in states.values()] == ["to do", "done", "done", "done"]
-    assert any("stopped by a signal after step 0; the next call continues it" in line for line in told)
+    assert any("stopped after step 0; to be continued" in line for line in events)
 
 
-def test_sigterm_stops_the_runs_and_leaves_them_to_do(suite):
+@pytest.mark.parametrize("behaviour", ["sleep", "clumsy"])
+def test_sigterm_stops_the_runs_and_leaves_them_to_do(behaviour, suite):
     plan = suite.plan
-    fork = multiprocessing.get_context("fork")
-    process = fork.Process(target=quietly, args=(suite, plan, {plan.runs[0].id: "sleep"}))
-    process.start()
-    wait_for(lambda: calls(suite, plan.runs[0].id))
-    child = json.loads(suite.lock_path(plan.runs[0]).read_text())["child"]
+    process = forked(quietly, suite, plan, {plan.runs[0].id: behaviour})
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    child = suite.record(plan.runs[0])["pid"]
     process.terminate()
     process.join(10)
-    assert process.exitcode == 0 and not is_alive(child, None)
-    assert suite.state(plan.runs[0]).name == "to do" and not suite.lock_path(plan.runs[0]).exists()
+    assert process.exitcode == 0 and not exists(child)
+    assert suite.state(plan.runs[0]).name == "to do"
+    assert not any(is_locked(path) for path in (suite.folder / "state").glob("*.lock"))
+
+
+def test_a_second_signal_kills_the_runs_that_do_not_stop(suite):
+    plan = suite.plan
+    process = forked(quietly, suite, plan, {plan.runs[0].id: "stubborn"})
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    child = suite.record(plan.runs[0])["pid"]
+    process.terminate()
+    process.join(0.5)
+    assert process.exitcode is None and exists(child), "it has a minute"
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == 0
+    assert wait_for(lambda: not exists(child))
+    assert suite.state(plan.runs[0]).name == "to do"
+
+
+def test_the_end_of_the_terminal_stops_a_suite_unless_it_runs_under_nohup(suite):
+    plan = suite.plan
+    slow = plan.runs[0]
+    process = forked(quietly, suite, plan, {slow.id: "sleep"})
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
+    os.kill(process.pid, signal.SIGHUP)
+    process.join(10)
+    assert process.exitcode == 0 and suite.state(slow).name == "to do"
+    process = forked(under_nohup, suite, plan, {slow.id: "sleep"})
+    wait_for(lambda: len(calls(suite, slow.id)) == 2)
+    os.kill(process.pid, signal.SIGHUP)
+    process.join(0.5)
+    assert process.exitcode is None and suite.state(slow).name == "running"
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == 0
 
 
 def quietly(*arguments):
@@ -359,39 +415,135 @@ def quietly(*arguments):
         return
 
 
+def under_nohup(*arguments):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    quietly(*arguments)
+
+
+def forked(target, *arguments):
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def exists(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z" if Path("/proc").is_dir() else True
+
+
 def test_two_processes_never_take_the_same_run(suite):
     plan = suite.plan
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=work, args=(suite, plan)) for _ in range(4)]
-    [process.start() for process in processes]
+    processes = [forked(work, suite, plan) for _ in range(4)]
     [process.join(20) for process in processes]
     assert all(process.exitcode == 0 for process in processes)
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
+
+
+def test_a_run_directory_never_has_two_trainers_whatever_is_killed(suite):
+    """Suite processes are killed at random moments while their runs continue. A stub reports if it finds another one active."""
+    plan = suite.plan
+    behaviour = {run.id: "alone" for run in plan.runs}
+    chance = random.Random(0)
+    processes = []
+    for _ in range(15):
+        processes = [process for process in processes if process.is_alive()]
+        processes += [forked(work, suite, plan, behaviour) for _ in range(3 - len(processes))]
+        time.sleep(chance.uniform(0, 0.2))
+        victim = chance.choice(processes)
+        victim.kill()
+        victim.join()
+    states, _ = work(suite, plan, behaviour)
+    [process.join(20) for process in processes]
+    assert {suite.state(run).name for run in plan.runs} == {"done"} and set(states.values()) <= {"done", "running"}
+    assert not list(suite.folder.glob("runs/*/two"))
+
+
+def sleeper(path):
+    """A process that has inherited a lock."""
+    with lock(path) as file:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=[file.fileno()])
 
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_locks_of_the_living_hold_and_those_of_the_dead_do_not(where, suite):
     plan = suite.plan
     run = plan.runs[0]
-    host = __import__("socket").gethostname() if where == "here" else "another"
-    dead = subprocess.Popen([sys.executable, "-c", ""])
-    dead.wait()
-    suite.write_lock(run, {"pid": os.getpid(), "pid_started": started(os.getpid()), "host": host})
-    assert suite.take(run, plan, False) is None and suite.state(run).name == "running"
-    if where == "here":
-        # The number is in use again, by a process that started at another time.
-        suite.write_lock(run, {"pid": os.getpid(), "pid_started": "1", "host": host, "child": dead.pid})
-    else:
-        os.utime(suite.lock_path(run), (time.time() - 1e4,) * 2)
+    trainer = sleeper(suite.state_path(run, "trainer.lock"))
+    host = HOST if where == "here" else "another"
+    record = {"state": "running", "host": host, "pid": trainer.pid, "since": time.time(), "from_step": 0}
+    suite.state_path(run).write_text(json.dumps(record))
+    assert suite.state(run).name == "running" and suite.state(run).note == f"process {trainer.pid} on {host}"
+    os.utime(suite.state_path(run), (time.time() - 1e4,) * 2)
+    assert suite.state(run).name == "running", "the lock of a trainer counts without a heartbeat, on any host"
+    with lock(suite.state_path(run, "lock")):
+        assert work(suite, plan, runs=[run])[0][run.id] == "running", "a suite process has it"
+    trainer.kill()
+    assert wait_for(lambda: suite.state(run).name == "to do"), "dead, but not waited for"
+    suite.state_path(run).touch()
+    if where == "elsewhere":
+        states, _ = work(suite, plan)
+        assert list(states.values()) == ["running", "done", "done", "done"], "its file system may not share locks"
+        os.utime(suite.state_path(run), (time.time() - 1e4,) * 2)
+    assert work(suite, plan)[0][run.id] == "done" and len(calls(suite, run.id)) == 1
+    trainer.wait()
+
+
+def test_a_run_that_another_process_starts_is_running(suite):
+    run = suite.plan.runs[0]
+    with lock(suite.state_path(run, "lock")):
+        assert suite.state(run).name == "running" and suite.state(run).note == "starting"
+        assert suite.state(run, managed=True).name == "to do"
     assert suite.state(run).name == "to do"
-    assert suite.take(run, plan, False)["pid"] == os.getpid()
 
 
-def test_a_process_that_has_ended_but_was_not_waited_for_is_not_alive():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    assert wait_for(lambda: not is_alive(process.pid, None))
-    process.wait()
-    assert is_alive(os.getpid(), None) and not is_alive(None, None)
+def test_locks_that_the_file_system_refuses(tmp_path, monkeypatch):
+    def flock(file, kind):
+        raise error
+
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr(fcntl, "flock", flock)
+    error = PermissionError("how some network file systems report a lock that is held")
+    assert lock(tmp_path / "lock") is None and is_locked(tmp_path / "lock")
+    error = OSError("No locks available")
+    assert not is_locked(tmp_path / "lock")
+    with pytest.raises(OSError, match=r"lock cannot be locked \(No locks available\); the file system must support flock"):
+        lock(tmp_path / "lock")
+
+
+def test_helper_processes_that_outlive_a_run_do_not_block_it(suite):
+    plan = suite.plan
+    run = plan.runs[0]
+    states, _ = work(suite, plan, {run.id: "helper"}, runs=[run])
+    helper = int((suite.run_folder(run) / "helper").read_text())
+    assert states[run.id] == "failed" and exists(helper)
+    assert work(suite, plan, runs=[run], retry_failed=True)[0][run.id] == "done" and exists(helper)
+    os.kill(helper, signal.SIGKILL)
+
+
+def test_heartbeats(suite, monkeypatch):
+    monkeypatch.setattr(running, "HEARTBEAT", 0.05)
+    plan = suite.plan
+    run = plan.runs[0]
+    process = forked(quietly, suite, plan, {run.id: "sleep"})
+    wait_for(lambda: suite.record(run))
+    os.utime(suite.state_path(run), (1, 1))
+    wait_for(lambda: suite.record(run)["heartbeat"] > 1)
+    process.terminate()
+    process.join(10)
+
+
+def test_state_files_of_earlier_versions_are_read(suite):
+    done, failed, stopped, _ = suite.plan.runs
+    took = {"exit_code": 0, "seconds": 32.0, "steps": 16, "ended": "2025-01-01 00:00:00", "accuracy": 0.5}
+    suite.state_path(done).write_text(json.dumps({"state": "done"} | took))
+    suite.state_path(failed).write_text(json.dumps({"state": "failed", "error": "exit status 3"} | took | {"accuracy": None}))
+    suite.state_path(stopped, "lock").write_text(json.dumps({"pid": os.getpid(), "pid_started": "1", "host": HOST}))
+    assert suite.state(done) == RunState("done", 16, 0.5, 32.0, 16)
+    assert (suite.state(failed).name, suite.state(failed).note) == ("failed", "exit status 3")
+    assert suite.state(stopped).name == "to do"
 
 
 def wait_for(condition, seconds=20):
@@ -420,9 +572,9 @@ def test_a_shared_warm_start_is_run_once_and_first(warm):
     assert (first.id, first.command, first.settings) == ("warmstart-first", "warmstart", {"data_dir": str(warm.folder.parent)})
     assert first.max_steps == 16, "the runs' own length is not the warm start's"
     assert [run.needs for run in others] == [first.id] * 2
-    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in train_command(warm, others[0])
-    assert train_command(warm, first)[3] == "warmstart"
-    assert warm.state(others[0], plan).name == "waiting"
+    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in run_arguments(warm, others[0])
+    assert run_arguments(warm, first)[0] == "warmstart"
+    assert warm.states(plan)[others[0].id].name == "waiting"
     assert set(work(warm, plan, slots=[{}, {}, {}])[0].values()) == {"done"}
     assert [len(calls(warm, run.id)) for run in plan.runs] == [1, 1, 1]
 
@@ -431,9 +583,20 @@ def test_runs_without_their_warm_start_do_not_start(warm):
     plan = warm.plan
     states, _ = work(warm, plan, {"warmstart-first": "fail"})
     assert list(states.values()) == ["failed", "waiting", "waiting"]
-    assert warm.state(plan.runs[1], plan).note == "warmstart-first failed"
+    assert warm.states(plan)[plan.runs[1].id].note == "warmstart-first failed"
     part = share(plan.runs, 1, 2)
     assert [run.id for run in part] == ["warmstart-first", "toy-veto-seed0"]
+
+
+def test_a_run_waits_for_a_warm_start_that_another_process_runs(warm):
+    plan = warm.plan
+    with lock(warm.state_path(plan.runs[0], "lock")) as file:
+        process = forked(work, warm, plan)
+        process.join(0.5)
+        assert process.exitcode is None and not any(calls(warm, run.id) for run in plan.runs)
+        fcntl.flock(file, fcntl.LOCK_UN)  # closing the file is not enough, as the fork has it, too
+    process.join(20)
+    assert [len(calls(warm, run.id)) for run in plan.runs] == [1, 1, 1]
 
 
 # ---- Shares, estimates, commands -----------------------------------------------------------------------------------------------
@@ -462,12 +625,12 @@ def test_the_time_left(toy):
     states = {run.id: RunState("to do") for run in plan.runs}
     assert seconds_left(plan, states) is None and summary(plan, states) == "4 to do; time left not known yet"
     states[fire] = RunState("done", 16, seconds=32.0, steps=16)
-    assert seconds_left(plan, states) == 2.0 * 48, "nothing is known about full_context but its recipe"
+    assert seconds_left(plan, states) == 2.0 * 48, "full_context has not been timed, its recipe has"
     states[full] = RunState("running", 6, seconds=24.0, steps=6)
     assert seconds_left(plan, states) == 4.0 * 10 + 2.0 * 32
     states[half] = RunState("failed", 3)
     states[double] = RunState("running", 8)
-    assert seconds_left(plan, states) == (4.0 * 10 + 2.0 * 8) / 2, "two go on at the same time"
+    assert seconds_left(plan, states) == (4.0 * 10 + 2.0 * 8) / 2, "two are running"
     assert summary(plan, states) == "1 done, 2 running, 1 failed; about 28 s left"
     done = {run.id: RunState("done", 16) for run in plan.runs}
     assert seconds_left(plan, done) == 0 and summary(plan, done) == "4 done"
@@ -500,6 +663,7 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
     assert cli.main(call) == 1
     out = capsys.readouterr().out
     assert "4 runs in " in out and "toy-fire-seed0: failed, exit status 3: Traceback: it broke" in out and "\x1b" not in out
+    assert out.partition("it broke")[2].splitlines()[1] == "  1 failed, 3 to do; time left not known yet"
     assert "3 done, 1 failed\n" in out and "failed: toy-fire-seed0; --retry-failed runs them again" in out
     behaviour.clear()
     assert cli.main(call[:-2]) == 1, "the options for all runs are kept, the failed run is not repeated"
@@ -517,13 +681,13 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
         ([], "name a suite: one of ablation, lab"),
         (["nix"], "no suite 'nix'"),
         (["{toy}", "--only", "fires"], "--only names 'fires'; "),
-        (["{toy}", "--index", "1"], "--index and --of belong together"),
+        (["{toy}", "--index", "1"], "--index and --of must be given together"),
         (["{toy}", "--jobs", "0"], "--jobs is 0; expected 1 or more"),
-        (["{toy}", "--seed", "1"], "--seed differs from run to run of a suite; use --only, --seeds, -o"),
-        (["{toy}", "--status", "-o", "{toy}-none"], "holds no suite: it has no plan.json"),
+        (["{toy}", "--seed", "1"], "--seed differs between the runs of a suite; use --only, --seeds, -o"),
+        (["{toy}", "--status", "-o", "{toy}-none"], "is not a suite: it has no plan.json"),
     ],
 )
-def test_mistakes_are_told_in_one_line(arguments, complaint, toy, capsys):
+def test_mistakes_are_reported_in_one_line(arguments, complaint, toy, capsys):
     assert cli.main(["suite", *(a.format(toy=toy) for a in arguments)]) == 2
     assert complaint in capsys.readouterr().err
 
@@ -531,25 +695,29 @@ def test_mistakes_are_told_in_one_line(arguments, complaint, toy, capsys):
 # ---- The real thing ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_run_killed_on_the_way_ends_like_one_that_was_not(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")]))
+    (tmp_path / "desk").mkdir()
+    monkeypatch.chdir(tmp_path / "desk")  # a custom task is found here, and no other module
+    shutil.copy(TESTS / "tiny.py", "tiny.py")
+    Path("yaml.py").write_text("raise RuntimeError('not the library')")
     (tmp_path / "toy.yaml").write_text(RECIPE.format(model=save_checkpoint(tmp_path / "base")))
     (tmp_path / "suite.yaml").write_text("blocks: [{recipes: [toy.yaml], methods: [fire]}]")
     folder = tmp_path / "s"
     suite = SuiteFolder(folder)
     plan = suite.widen(make_plan(str(tmp_path / "suite.yaml")))
     (run,) = plan.runs
-    process = multiprocessing.get_context("fork").Process(target=Runner(suite, plan, plan.runs).work)
-    process.start()
+    assert run_command(suite, run) == [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run)]
+    process = forked(Runner(suite, plan, plan.runs).work)
     metrics = suite.run_folder(run) / "metrics.jsonl"
-    wait_for(lambda: len(read_jsonl(metrics)) >= 4, seconds=60)
-    child = json.loads(suite.lock_path(run).read_text())["child"]
+    wait_for(lambda: len(read_jsonl(metrics)) >= 4, seconds=180)
+    child = suite.record(run)["pid"]
     os.kill(process.pid, signal.SIGKILL)
     os.kill(child, signal.SIGKILL)
     process.join()
-    wait_for(lambda: not is_alive(child, None))
+    assert wait_for(lambda: suite.state(run).name == "to do")
     at, checkpoint = len(read_jsonl(metrics)), newest_checkpoint(suite.run_folder(run))
-    assert 4 <= at < 16 and suite.state(run, plan).name == "to do" and checkpoint is not None
+    assert 4 <= at < 16 and checkpoint is not None
     capsys.readouterr()
     assert cli.main(["suite", str(folder)]) == 0
     out = capsys.readouterr().out
