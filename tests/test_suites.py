@@ -393,7 +393,7 @@ def test_a_second_signal_kills_the_runs_that_do_not_stop(suite):
 def test_the_end_of_the_terminal_stops_a_suite_unless_it_runs_under_nohup(suite):
     plan = suite.plan
     slow = plan.runs[0]
-    process = forked(quietly, suite, plan, {slow.id: "sleep"})
+    process = forked(in_a_terminal, suite, plan, {slow.id: "sleep"})
     wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
     os.kill(process.pid, signal.SIGHUP)
     process.join(10)
@@ -413,6 +413,11 @@ def quietly(*arguments):
         work(*arguments)
     except KeyboardInterrupt:
         return
+
+
+def in_a_terminal(*arguments):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    quietly(*arguments)
 
 
 def under_nohup(*arguments):
