@@ -13,13 +13,12 @@ from firedistill import Example, FeedbackField, Verdict
 from firedistill.memory import BatchLimit
 from firedistill.models.lora import add_lora
 from firedistill.models.states import forward_batches, score_responses, unwrap
-from firedistill.ops import Head
+from firedistill.ops import Head, check_head
 from firedistill.prompts import PromptEncoder, student_messages, teacher_messages
 from firedistill.rollout import Response, Rollout
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import EMAWeights
 from firedistill.teacher.prefix_cache import common_prefix
-from firedistill.trainer import check_head
 from tiny import ToyTask, byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19]]

@@ -39,7 +39,7 @@ from firedistill.memory import SHORTER_CONTEXTS, SMALLER_MICRO_BATCHES, SMALLER_
 from firedistill.metrics import Metrics, over_processes, synchronize
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
-from firedistill.ops import Head
+from firedistill.ops import Head, check_head
 from firedistill.prompts import student_messages
 from firedistill.rollout import Rollout
 from firedistill.rollouts.engine import RolloutEngine
@@ -551,20 +551,3 @@ class StepCallbacks(TrainerCallback):
 
 def no_progress(phase: str, done: int, total: int) -> None:
     """Show nothing."""
-
-
-@torch.no_grad()
-def check_head(model: nn.Module, head: Head) -> None:
-    """Refuse a model whose own logits differ from what `Head` computes from its hidden states.
-
-    Raises:
-        ValueError: the model transforms its logits in a way that `Head` does not know.
-    """
-    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
-    expected = unwrap(model)(input_ids=ids, use_cache=False).logits.float() / head.temperature
-    found = head(last_hidden_states(model, ids)).float()
-    if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
-        raise ValueError(
-            f"{type(unwrap(model)).__name__} transforms its logits in a way that firedistill does not reproduce "
-            f"(largest difference {float((expected - found).abs().max()):.3g}); please report the model"
-        )

@@ -89,7 +89,10 @@ class SCOPE(Objective):
             torch.tensor([r.verdict.correct for r in step.rollouts]),
             self.weight_temperature,
         )
-        for rollout, weight, logp in zip(step.rollouts, weights, mean_logp, strict=True):
+        correct_first = sorted(
+            zip(step.rollouts, weights, mean_logp, strict=True), key=lambda entry: not entry[0].verdict.correct
+        )
+        for rollout, weight, logp in correct_first:
             branch = "student" if rollout.verdict.correct else "teacher"
             metrics.maximum(**{f"scope_{branch}_weight_max": weight})
             if rollout in scored:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from firedistill.models.states import last_hidden_states, unwrap
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -92,6 +94,23 @@ class Head(nn.Module):
         """The parameters of the projection that take a gradient."""
         parameters = dict(self.projection.named_parameters()) | self.override
         return [parameter for parameter in parameters.values() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, head: Head) -> None:
+    """Refuse a model whose own logits differ from what `Head` computes from its hidden states.
+
+    Raises:
+        ValueError: the model transforms its logits in a way that `Head` does not know.
+    """
+    ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
+    expected = unwrap(model)(input_ids=ids, use_cache=False).logits.float() / head.temperature
+    found = head(last_hidden_states(model, ids)).float()
+    if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} transforms its logits in a way that firedistill does not reproduce "
+            f"(largest difference {float((expected - found).abs().max()):.3g}); please report the model"
+        )
 
 
 TokenLoss = Callable[[Tensor, slice], Tensor]

@@ -14,7 +14,6 @@ import yaml
 
 from firedistill.report.collapse import Event, collapses
 from firedistill.run.log import read_jsonl
-from firedistill.suites.run import SuiteFolder, summary
 
 
 @dataclass
@@ -107,6 +106,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
 
 def read_suite(folder: Path) -> tuple[list[Run], str, list[str]]:
     """The training runs of a suite that have a run directory, its title, and notes on its progress."""
+    from firedistill.suites.run import SuiteFolder, summary  # needs flock, which Windows lacks
+
     suite = SuiteFolder(folder)
     plan = suite.plan
     states = suite.states(plan)
