@@ -22,6 +22,7 @@ from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.step import TrainingOrder, learning_rate_factor, step_seed
 from firedistill.teacher import Teacher
+from firedistill.terminal import quiet_libraries
 
 SEED, PROMPTS = 0, 8
 PEAK_RATE = NOMINAL_RATE = 3e-4  # a_k at its peak, and a_0
@@ -105,4 +106,6 @@ def train(steps: int) -> list[float]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=150)
-    train(parser.parse_args().steps)
+    options = parser.parse_args()
+    quiet_libraries()
+    train(options.steps)
