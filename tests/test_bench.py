@@ -78,6 +78,7 @@ SIDES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_every_benchmark_writes_finite_medians_of_all_variants(results, name):
     assert set(TINY) == set(BENCHMARKS)
@@ -96,6 +97,7 @@ def test_every_benchmark_writes_finite_medians_of_all_variants(results, name):
         assert len(of_case) == len(SIDES[name]) and of_case[0]["relative"] == 1.0
 
 
+@pytest.mark.slow
 def test_the_hardware_is_recorded_without_the_name_of_the_machine(results):
     for result in results.values():
         hardware = result["hardware"]
@@ -106,6 +108,7 @@ def test_the_hardware_is_recorded_without_the_name_of_the_machine(results):
         assert platform.node() not in text or len(platform.node()) < 4
 
 
+@pytest.mark.slow
 def test_peak_memory_is_measured_in_a_new_process(results):
     peaks = [row["peak_mib"] for row in results["fire_head"]["rows"] if "peak_mib" in row]
     assert len(peaks) == 3  # two variants, and the whole step

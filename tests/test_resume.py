@@ -22,7 +22,7 @@ from firedistill.run.checkpoints import CheckpointError, load_state, newest_chec
 from firedistill.run.identity import choose, differences, to_plain
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
-from test_trainer import METHODS
+from test_trainer import DIFFERENT_METHODS, METHODS
 from tiny import save_checkpoint
 
 
@@ -74,7 +74,7 @@ def test_the_twelve_methods_are_all_there():
     assert set(METHODS) <= set(registered_objectives()) and len(METHODS) == 12
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in DIFFERENT_METHODS else pytest.mark.slow) for m in METHODS])
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(method, model, tmp_path):
     train(model, tmp_path / "whole", method, 3)
     with pytest.raises(ConnectionResetError):
