@@ -78,10 +78,10 @@ class Inspector:
         states = [view.hidden for view in teacher.states([rollout], views)]
         teacher.forget()
         token_ids = torch.tensor(rollout.response_ids, device=student.device)
-        targets, betas = [], []
+        targets, betas, teacher_head = [], [], teacher.head
         for chunk in chunks(student, self.head):
             logits = self.head(student[chunk])
-            full, *without = (teacher.head(view[chunk]) for view in states)
+            full, *without = (teacher_head(view[chunk]) for view in states)
             target = fire_target(
                 logits,
                 full,

@@ -186,7 +186,7 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
         check_head(self.model, self.head)
-        self.run_log: RunLog | None = None  # created when training starts: inspecting a model leaves no folder behind
+        self.run_log: RunLog | None = None  # created when training starts
         self.record: StepRecord  # of the current step; there is none before the first one
         self.last_metrics: dict[str, Any] = {}
         self._identity: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
 from firedistill.cli.console import accuracy_line
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
+from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import student_messages, teacher_messages
@@ -102,7 +103,15 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
-    teacher = Teacher(setup.model, task, setup.encoder, rate=args.ema_rate, temperature=args.score_temperature)
+    teacher = Teacher(
+        setup.model,
+        task,
+        setup.encoder,
+        rate=args.ema_rate,
+        temperature=args.score_temperature,
+        share_prefixes=args.share_prefixes,
+        limit=BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64),
+    )
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
