@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from firedistill.memory import BatchLimit
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
 from firedistill.objectives import MicroBatch, Objective, Step
@@ -62,6 +63,7 @@ class StubTeacher(Teacher):
     def __init__(self, world: World):
         self.world, self.head, self.device = world, world.head, torch.device("cpu")
         self.read, self.returned = [], []
+        self.limit = BatchLimit(8192, "tokens", "")
 
     def states(self, rollouts, views, lengths=None):
         rows = [rollout.prompt_ids[0] for rollout in rollouts]

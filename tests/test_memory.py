@@ -185,12 +185,12 @@ def test_the_teacher_gives_up_cached_prefixes_first():
 
 def test_student_scores_of_a_step_are_computed_in_smaller_batches():
     model = random_model(dtype=torch.float64)
-    teacher, members = teacher_of(model), rollouts(8)
-    step = Step(members, 8, 0.0, 0, model, Head.of(model), teacher, limit=BatchLimit(40, "tokens", ""))
+    teacher, members = teacher_of(model, limit=BatchLimit(40, "tokens", "")), rollouts(8)
+    step = Step(members, 8, 0.0, 0, model, Head.of(model), teacher)
     expected = step.student_log_probs(members)
     with memory_for(model, sequences=2) as fitted:
         found = step.student_log_probs(members)
-    assert step.limit.size == 10 and fitted == [(2, 5)] * 4
+    assert teacher.limit.size == 10 and fitted == [(2, 5)] * 4
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 

@@ -88,10 +88,7 @@ def over_processes(parts: Iterable[Metrics]) -> Metrics:
 
 
 def sum_in_order(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return sum(parts[1:], start=parts[0])
 
 
 def synchronize(device: torch.device) -> None:

@@ -220,7 +220,6 @@ class SelfDistillTrainer(ResumableTrainer):
             model=self.model,
             head=self.head,
             teacher=self.teacher,
-            limit=self.limits["scoring"],
         )
         prepared, diagnostics = self.objective.prepare(step)
         self.teacher.forget()

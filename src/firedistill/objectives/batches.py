@@ -10,7 +10,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates, inference_mode, score_responses
 from firedistill.objectives.distributions import log_softmax
@@ -32,7 +31,6 @@ class Step:
         seed: of this step and process, for random draws of the method; the same in a resumed run.
         model, head: the live student.
         teacher: the EMA teacher.
-        limit: padded tokens per forward pass of the student.
         metrics: the seconds that scoring took.
     """
 
@@ -43,18 +41,15 @@ class Step:
     model: nn.Module
     head: Head
     teacher: Teacher
-    limit: BatchLimit = field(
-        default_factory=lambda: BatchLimit(8192, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
-    )
     metrics: Metrics = field(default_factory=Metrics)
 
     def student_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """`log p(y_t)` of the sampled tokens under the live student, frozen; one `[T]` CPU tensor per rollout."""
         prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
         with self.metrics.timed("seconds_score", self.teacher.device), inference_mode(self.model):
-            for attempt in self.limit.attempts():
+            for attempt in self.teacher.limit.attempts():
                 with attempt:
-                    states = score_responses(self.model, prompts, responses, max_tokens=self.limit.size)
+                    states = score_responses(self.model, prompts, responses, max_tokens=self.teacher.limit.size)
         return sampled_log_probs(self.head, states, rollouts)
 
     def teacher_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
