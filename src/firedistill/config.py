@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from transformers import TrainingArguments
 
@@ -150,7 +152,7 @@ class SelfDistillConfig(TrainingArguments):
     # --- Optimisation
     max_steps: int = optimisation_setting(200, "Optimizer steps.", above=0)
     learning_rate: float = optimisation_setting(4e-6, "Peak learning rate.", above=0)
-    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up; below 1, a fraction of all steps.")
+    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up; below 1, a fraction of all steps.", at_least=0)
     lr_scheduler_type: str = optimisation_setting(
         "cosine", "Schedule after the warm-up: 'cosine' or 'constant'.", choices=("cosine", "constant")
     )
@@ -160,10 +162,10 @@ class SelfDistillConfig(TrainingArguments):
     gradient_accumulation_steps: int = optimisation_setting(
         1, "Micro-batches per optimizer step. How prompts are split changes memory, not the result.", above=0
     )
-    weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.")
-    adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.")
-    max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm.")
-    seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.")
+    weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.", at_least=0)
+    adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.", at_least=0, below=1)
+    max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm; 0 disables clipping.", at_least=0)
+    seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
     # --- Evaluation and the run directory
     output_dir: str | None = run_setting(None, "Run directory; by default runs/<task>-<method>-seed<seed>.", effect="none")
@@ -173,8 +175,8 @@ class SelfDistillConfig(TrainingArguments):
     eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
     eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
-    save_steps: float = run_setting(50, "Steps between checkpoints.", effect="none")
-    save_total_limit: int | None = run_setting(2, "Checkpoints to keep.", effect="none")
+    save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps.", effect="none", above=0)
+    save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
         "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
     )
@@ -195,20 +197,44 @@ class SelfDistillConfig(TrainingArguments):
     save_only_model: bool = inherited_setting(
         False, "Every checkpoint can be resumed; adapter/ in the run directory holds the adapter alone.", choices=(False,)
     )
+    load_best_model_at_end: bool = inherited_setting(
+        False,
+        "Not supported; adapter/ holds the last step. Evaluate a checkpoint: firedistill eval RUN/checkpoint-N",
+        choices=(False,),
+    )
+    push_to_hub: bool = inherited_setting(False, "Upload adapter, tokenizer and model card to the Hub.", effect="none")
+    hub_strategy: str = inherited_setting(
+        "every_save",
+        "When push_to_hub uploads: with every checkpoint, or at the end.",
+        effect="none",
+        choices=("every_save", "end"),
+    )
+    adam_beta1: float = inherited_setting(0.9, "AdamW beta 1.", at_least=0, below=1)
+    adam_epsilon: float = inherited_setting(1e-8, "AdamW epsilon.", above=0)
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
             self.output_dir = run_folder(self.task, self.method, self.seed)
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         self._check()
+        if self.save_total_limit is not None and self.save_total_limit <= 0:
+            self.save_total_limit = None
         if not self.eval_steps:
             self.eval_steps = self.max_steps  # before the first step and after the last
         if self.eval_size == 0:
             self.eval_strategy, self.eval_on_start = "no", False
         # Recent versions of transformers call the same thing activation checkpointing, and warn about this name.
         checkpointing, self.gradient_checkpointing = bool(self.gradient_checkpointing), None
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        if processes > 1 and not torch.accelerator.is_available():
+            self.use_cpu = True  # otherwise transformers starts independent processes
         super().__post_init__()
         self.gradient_checkpointing = self.activation_checkpointing = checkpointing
+        if self.world_size != processes:
+            raise ValueError(
+                f"the launcher started {processes} processes, but training uses {self.world_size}: check WORLD_SIZE, ddp_backend and "
+                "the visible GPUs"
+            )
 
     def _check(self) -> None:
         """Check every value against the choices and limits that its option declares."""
@@ -219,12 +245,23 @@ class SelfDistillConfig(TrainingArguments):
                 continue
             if choices and value not in choices:
                 expected = " or ".join(map(repr, choices))
+            elif isinstance(value, float) and not math.isfinite(value):
+                expected = "a finite number"
             elif not all(LIMITS[name](value, limit) for name, limit in limits.items()):
                 expected = "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
             else:
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
+        try:
+            os.path.abspath(self.run_dir).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"output_dir is {os.path.abspath(self.run_dir)!r}: expected a path in UTF-8") from None
+        if self.max_steps * self.per_device_train_batch_size * self.gradient_accumulation_steps >= 2**53:
+            raise ValueError(
+                f"max_steps ({self.max_steps}), per_device_train_batch_size ({self.per_device_train_batch_size}) and "
+                f"gradient_accumulation_steps ({self.gradient_accumulation_steps}): expected a product below 2^53"
+            )
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -71,6 +72,9 @@ def load_setup(
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
     args = copy.copy(args)
+    args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
+    if args.data_dir is not None:
+        args.data_dir = os.path.abspath(args.data_dir)
     task = task if isinstance(task, Task) else load_task(task or args.task)
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
     if model is None or isinstance(model, str):

@@ -395,8 +395,12 @@ class SelfDistillTrainer(ResumableTrainer):
             "skipped_updates": self.counters["skipped_updates"],
             **{name: count for name, count in self.failures().items() if count},
         }
+        if self.lock is not None:
+            self.lock.check()
         if self.run_log is not None:
             self.run_log.metrics(self.last_metrics)
+        if not math.isfinite(self.last_metrics["ema_distance"]):
+            raise self.not_finite("the adapter")
 
     def failures(self) -> dict[str, int]:
         """What failed around the run since the process started, without harm to it."""
@@ -446,7 +450,12 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def begin_run(self, step: int) -> None:
         """Open the run directory and remove the rows that the run will write again."""
-        self.identity()
+        given = gather_object([self.identity()["given"]])
+        if different := sorted({name for other in given for name in other if other[name] != given[0][name]}):
+            raise ValueError(
+                f"the processes have different {', '.join(different)}: a task must return the same examples for the same arguments, "
+                "and every host needs the same model and data files"
+            )
         if self.is_world_process_zero():
             self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
@@ -455,15 +464,29 @@ class SelfDistillTrainer(ResumableTrainer):
                 self.save_attributions(step)
 
     def end_run(self) -> None:
-        """Write `adapter/`, which plain PEFT loads, and the model card."""
+        """Write `adapter/`, which plain PEFT loads, the model card, and the last attribution."""
         folder = Path(self.args.run_dir)
+        if self.sharded:
+            with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
+                self.save_model(str(unfinished), _internal_call=True)
+        elif self.is_world_process_zero():
+            self.check_state()
+            self.write_at_the_end(self.write_adapter, folder / "adapter")
         if self.run_log is not None:
-            self.run_log.sync()
-        with written_whole(folder / "adapter") if self.args.should_save else nullcontext(folder / "adapter") as unfinished:
-            self.save_model(str(unfinished))
-        if self.run_log is not None:
-            (folder / "README.md").write_text(model_card(self.args, folder), encoding="utf-8")
+            self.write_at_the_end(self.write_card, folder / "README.md")
             self.save_attributions(self.state.global_step)
+            if self.args.push_to_hub:
+                self.push(folder / "adapter")
+
+    def write_adapter(self, target: Path) -> None:
+        with written_whole(target) as unfinished:
+            self._save(str(unfinished))
+
+    def write_card(self, target: Path) -> None:
+        """Write the model card and the rows that wait for room on the disk."""
+        assert self.run_log is not None
+        self.run_log.sync()
+        target.write_text(model_card(self.args, Path(self.args.run_dir)), encoding="utf-8")
 
     def log_rollouts(
         self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
@@ -481,7 +504,7 @@ class SelfDistillTrainer(ResumableTrainer):
         Answers to eight times as many held-out problems are sampled; the first wrong ones are saved.
         """
         args = self.args
-        if not args.attribution_examples:
+        if not args.attribution_examples or self.run_log is None:
             return
         self.on_progress("attribution", 0, args.attribution_examples)
         state = random_state()  # a task may draw from it
@@ -491,7 +514,10 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         inspector = Inspector.of(args, self.model, self.teacher, self.head)
         if records := inspector.wrong_answers(rollouts, args.attribution_examples):
-            save_attribution(records, Path(args.run_dir), step)
+            try:
+                save_attribution(records, Path(args.run_dir), step)
+            except OSError as error:
+                self.run_log.failed(f"the attribution of step {step} could not be written", error)
         self.teacher.take_metrics()  # not of a training step
         restore_random_state(state)
 

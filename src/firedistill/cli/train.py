@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
 import textwrap
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
+from transformers import TrainerCallback
 
 from firedistill.cli.arguments import Parser, config_of, option_names, wants_help
 from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
@@ -18,11 +20,14 @@ from firedistill.config import SelfDistillConfig
 from firedistill.objectives import registered_objectives
 from firedistill.recipes import built_in_recipes, default_of, option_groups
 from firedistill.report.curves import plot_runs
+from firedistill.run.directory import RunLock, refuse_other_files
 from firedistill.run.identity import refuse_another_run
 from firedistill.run.log import read_jsonl
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def train_command(arguments: Sequence[str], console: Console) -> int:
@@ -55,28 +60,29 @@ def run_training(
     config = config_of(config_class, rest)
     quiet_libraries()
     folder = Path(config.run_dir)
-    if (folder / "plan.json").is_file():
-        raise ValueError(f"{folder} holds a suite, which a run cannot share; name another --output_dir")
     wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
-    if wanted is None:
-        refuse_another_run(folder, config)
-    console.print(
-        f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
-    )
-    trainer = trainer_class(args=config)
-    checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
-    if options.preflight != "skip":
-        check_before_training(trainer, console, notes=options.preflight == "only")
-        if options.preflight == "only":
-            return 0
-    if options.overwrite and trainer.is_world_process_zero():  # the new settings are known to be usable
-        remove_run(folder)
-    report = ConsoleReport(trainer, console)
-    trainer.add_callback(report)
-    try:
-        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
-    finally:
-        report.stop()
+    main_process = config.process_index == 0
+    refuse_other_files(folder)
+    # From before the model is loaded, so that a second command fails at once.
+    with RunLock(folder) if main_process and options.preflight != "only" else nullcontext():
+        if wanted is None:
+            refuse_another_run(folder, config)
+        console.print(
+            f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
+        )
+        trainer = trainer_class(args=config)
+        checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
+        if options.preflight != "skip":
+            check_before_training(trainer, console, notes=options.preflight == "only")
+            if options.preflight == "only":
+                return 0
+        report = ConsoleReport(trainer, console)
+        trainer.add_callback(report)
+        trainer.add_callback(CurvesAtTheEnd())
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
+        finally:
+            report.stop()
     if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
@@ -84,6 +90,18 @@ def run_training(
         return 128 + trainer.stop.signal
     print_summary(trainer, folder, console)
     return 0
+
+
+class CurvesAtTheEnd(TrainerCallback):
+    """Draws the curves of the run when training ends or stops."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            folder = Path(args.run_dir)
+            try:
+                plot_runs([folder], folder / "curves.png")
+            except (OSError, ValueError) as error:
+                logger.error("curves.png could not be written (%s); later: firedistill report %s -o curves.png", error, folder)
 
 
 def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: bool) -> None:
@@ -102,20 +120,6 @@ def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: 
         raise ValueError(f"{count} to fix before training: {'; '.join(errors)} (--preflight skip trains nevertheless)")
 
 
-def remove_run(folder: Path) -> None:
-    """Empty a run directory.
-
-    Raises:
-        ValueError: it is, or holds, the working directory or the home directory.
-    """
-    if not (folder / "metrics.jsonl").exists():
-        return
-    if any(folder.resolve() in (place, *place.parents) for place in (Path.cwd(), Path.home())):
-        raise ValueError(f"{folder} holds more than a run and is not removed; name a folder of its own by --output_dir")
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
 def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -> None:
     """Accuracy before and after, of the whole run, resumed or not; and where its files are."""
     evaluations, metrics = read_jsonl(folder / "evals.jsonl"), read_jsonl(folder / "metrics.jsonl")
@@ -123,12 +127,13 @@ def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -
         console.print(before_and_after(evaluations))
     if trend := correct_rate_trend(metrics):
         console.print(trend)
-    picture = plot_runs([folder], folder / "curves.png")
     if skipped := trainer.counters["skipped_updates"]:
         console.print(
             f"{skipped} of {trainer.args.max_steps} steps had nothing to train on or no finite gradient and were skipped"
         )
-    console.print(f"run directory  {folder}\nadapter        {folder / 'adapter'}\ncurves         {picture}", soft_wrap=True)
+    for name, path in {"run directory": folder, "adapter": folder / "adapter", "curves": folder / "curves.png"}.items():
+        if path.exists():
+            console.print(f"{name:13}  {path}", soft_wrap=True)
 
 
 def print_help(config_class: type[SelfDistillConfig], console: Console, command: str, everything: bool) -> None:

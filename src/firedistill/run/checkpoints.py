@@ -118,13 +118,13 @@ def newest_checkpoint(run: str | Path) -> Path | None:
 
 
 def rotate(run: str | Path, keep: int | None, best: str | None = None) -> None:
-    """Remove the complete checkpoints except `best` and the newest `keep` ones (None or 0: keep all)."""
+    """Remove the complete checkpoints except `best` and the newest `keep` ones (None, 0 or less: keep all)."""
     complete = []
     for folder in all_checkpoints(run):
         with suppress(CheckpointError):
             check(folder, contents=False)
             complete.append(folder)
-    for folder in complete[: -keep if keep else 0]:
+    for folder in complete[:-keep] if keep is not None and keep > 0 else []:
         if best is None or folder.resolve() != Path(best).resolve():
             discard(folder)
 

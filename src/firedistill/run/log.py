@@ -28,9 +28,13 @@ ROLLOUT_COLUMNS = pa.schema(
 )
 """Fixed, so that all rollout files of a run can be read as one table."""
 
+STEPS_PER_FILE = 100
+
 
 class RunLog:
     """Appends to `metrics.jsonl` and `evals.jsonl`, flushed row by row, and writes `rollouts/*.parquet`.
+
+    Rollouts have a file per step until step 100, 200, ..., which joins the last 100 of them: `step_000001-000100.parquet`.
 
     Args:
         folder: the run directory, created if missing.
@@ -59,9 +63,14 @@ class RunLog:
                 unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
         for path in self.folder.glob(f"rollouts/{UNFINISHED}*.parquet"):
             path.unlink()
+        joined = {path: steps_of(path) for path in self.folder.glob("rollouts/step_*-*.parquet")}
         for path in self.folder.glob("rollouts/*_[0-9]*.parquet"):
-            if step == 0 or int(path.stem.rpartition("_")[2]) > step:
-                path.unlink()
+            number = steps_of(path).start
+            if path not in joined and (number > step or step == 0 or any(number in steps for steps in joined.values())):
+                path.unlink()  # written again, or a leftover of joining
+        for path, steps in joined.items():
+            if steps.stop - 1 > step:
+                self._split(path, step)
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._append("metrics.jsonl", row)
@@ -79,7 +88,34 @@ class RunLog:
             with written_at_once(folder / f"{prefix}_{step:06d}.parquet") as unfinished:
                 pq.write_table(pa.Table.from_pylist(list(rows), schema=ROLLOUT_COLUMNS), unfinished)
         except (OSError, pa.ArrowException) as error:
-            self._failed(f"the rollouts of step {step} could not be written", error)
+            self.failed(f"the rollouts of step {step} could not be written", error)
+        if prefix == "step" and step % STEPS_PER_FILE == 0:
+            try:
+                self._join(range(step - STEPS_PER_FILE + 1, step + 1))
+            except (OSError, pa.ArrowException) as error:
+                self.failed(f"the rollout files up to step {step} could not be joined and stay as they are", error)
+
+    def _join(self, steps: range) -> None:
+        """Replace the rollout files of these steps by one, with a row group per step."""
+        folder = self.folder / "rollouts"
+        parts = [path for path in (folder / f"step_{step:06d}.parquet" for step in steps) if path.exists()]
+        joined = folder / f"step_{steps[0]:06d}-{steps[-1]:06d}.parquet"
+        with written_at_once(joined) as unfinished, pq.ParquetWriter(unfinished, ROLLOUT_COLUMNS) as writer:
+            for part in parts:
+                writer.write_table(pq.read_table(part, schema=ROLLOUT_COLUMNS))
+        for part in parts:
+            part.unlink()
+
+    def _split(self, path: Path, last: int) -> None:
+        """Undo `_join`, without the steps after `last`."""
+        with pq.ParquetFile(path) as file:
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group)
+                step = table["step"][0].as_py()
+                if step <= last:
+                    with written_at_once(path.with_name(f"step_{step:06d}.parquet")) as unfinished:
+                        pq.write_table(table, unfinished)
+        path.unlink()
 
     def sync(self) -> None:
         """Flush all rows to disk, before a checkpoint that relies on them; raises OSError if that fails."""
@@ -96,7 +132,7 @@ class RunLog:
         try:
             self._write(name)
         except OSError as error:
-            self._failed(f"{len(self.waiting[name])} rows of {name} wait until they can be written", error)
+            self.failed(f"{len(self.waiting[name])} rows of {name} wait until they can be written", error)
 
     def _write(self, name: str) -> None:
         path = self.folder / name
@@ -110,9 +146,16 @@ class RunLog:
             raise
         self.waiting[name].clear()
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def failed(self, what: str, error: Exception) -> None:
+        """Count and log a write that failed without harm to the run."""
         self.failed_writes += 1
         logger.error("%s (%s); training continues. Make room in %s", what, error, self.folder)
+
+
+def steps_of(path: Path) -> range:
+    """The steps in the name of a rollout file: `eval_000010.parquet` or `step_000001-000100.parquet`."""
+    first, _, last = path.stem.rpartition("_")[2].partition("-")
+    return range(int(first), int(last or first) + 1)
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import gather_object
+from huggingface_hub import HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -21,9 +24,12 @@ from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
+from firedistill.run.directory import FINISHED, RunLock, mark_finished, remove, remove_run
 from firedistill.run.signals import StopRequest
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 10.0
 
 
 class ResumableTrainer(Trainer):
@@ -38,6 +44,7 @@ class ResumableTrainer(Trainer):
         evaluation_due: the evaluation after the checkpoint's step has not been made.
         resumed_from: the checkpoint from which the run was resumed.
         failed_checkpoints: number of checkpoints that could not be written.
+        lock: the main process's lock of the run directory while it trains.
     """
 
     # Trainer declares these more widely, or as possibly None.
@@ -49,6 +56,7 @@ class ResumableTrainer(Trainer):
     evaluation_due: bool = False
     resumed_from: Path | None = None
     failed_checkpoints: int = 0
+    lock: RunLock | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -88,7 +96,15 @@ class ResumableTrainer(Trainer):
 
         Raises:
             CheckpointError (a ValueError): no complete checkpoint, or one of another run; lists what differs.
+            RunDirectoryError (a ValueError): another process trains in the run directory, it holds other files in the place of the
+                run's, or it is removed while the run trains.
+            ValueError: weights or optimizer state are not finite after a step.
         """
+        with RunLock(self.args.run_dir) if self.is_world_process_zero() else nullcontext() as self.lock:
+            return self._train(resume_from_checkpoint, allow_changes, **kwargs)
+
+    def _train(self, resume_from_checkpoint: str | Path | bool | None, allow_changes: Sequence[str], **kwargs: Any) -> Any:
+        """Train while this process holds the run directory."""
         wanted = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
         self.resumed_from = folder = self.checkpoint_to_resume(wanted, allow_changes)
         step = 0
@@ -98,13 +114,19 @@ class ResumableTrainer(Trainer):
                 logger.warning("allowed change: %s", change)
             identity.warn_of_another_machine(checkpoints.read_manifest(folder), self.args.device)
             self.args.eval_on_start = self.evaluation_due and self.args.eval_strategy != "no"
+        run = Path(self.args.run_dir)
         if self.is_world_process_zero():
-            checkpoints.remove_after(self.args.run_dir, step)
+            if step == 0:
+                remove_run(run)
+            checkpoints.remove_after(run, step)
+            remove(run / FINISHED)
         self.begin_run(step)
         with self.stop:
             result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
-        if self.stop.signal is None or self.state.global_step >= self.state.max_steps:
-            self.end_run()
+            if self.stop.signal is None or self.state.global_step >= self.state.max_steps:
+                self.end_run()
+                if self.is_world_process_zero():
+                    mark_finished(run, self.state.global_step)
         return result
 
     def checkpoint_to_resume(self, wanted: str | Path | bool | None, allow_changes: Sequence[str] = ()) -> Path | None:
@@ -183,6 +205,7 @@ class ResumableTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write a complete checkpoint or none. If it cannot be written (a full disk), training continues without it."""
+        self.check_state()
         folder = checkpoints.checkpoint_folder(self.args.run_dir, self.state.global_step)
         states = gather_object([checkpoints.random_state()])
         error = None
@@ -202,8 +225,29 @@ class ResumableTrainer(Trainer):
             )
         elif self.args.should_save:
             checkpoints.rotate(self.args.run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
-            if self.args.push_to_hub:
-                self._push_from_checkpoint(str(folder))
+            if self.args.push_to_hub and self.args.hub_strategy != "end":
+                self.push(folder)
+
+    def check_state(self) -> None:
+        """Raise an error if the run directory is not this run's any more, or if weights or optimizer state are not finite."""
+        if self.lock is not None:
+            self.lock.check()
+        weights = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        states = {
+            f"optimizer state {name!r}": value for state in self.optimizer.state.values() for name, value in state.items()
+        }
+        for name, value in (weights | states).items():
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
+                raise self.not_finite(name)
+
+    def not_finite(self, what: str) -> ValueError:
+        """The error that ends a run whose state cannot be continued; the last checkpoint stays."""
+        step, args = self.state.global_step, self.args
+        return ValueError(
+            f"{what} is not finite after step {step}, and nothing of this state is saved: checkpoints in {args.run_dir} are of "
+            f"earlier steps. Check learning_rate ({args.learning_rate:g}), weight_decay ({args.weight_decay:g}) and max_grad_norm "
+            f"({args.max_grad_norm:g})"
+        )
 
     def write_checkpoint(self, folder: Path, random_states: Sequence[dict[str, Any]]) -> None:
         """Write all files to a hidden folder, seal it, and rename it; raises OSError if that fails."""
@@ -230,6 +274,65 @@ class ResumableTrainer(Trainer):
         if self.sharded:
             self.accelerator.wait_for_everyone()
 
+    # ---- The Hub -------------------------------------------------------------------------------------------------------------
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository; raises ValueError, before anything is trained, if that fails."""
+        try:
+            super().init_hf_repo(token, private)
+        except Exception as error:
+            raise ValueError(
+                f"push_to_hub: the repository cannot be created ({type(error).__name__}: {' '.join(str(error).split())[:300]}): check "
+                "the connection, HF_TOKEN and hub_model_id, or train without push_to_hub"
+            ) from error
+
+    def push(self, folder: Path) -> None:
+        """Upload adapter, tokenizer and model card; a failure is logged. (Trainer would upload its arguments as a pickle, too.)"""
+        names = ["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"]
+        try:
+            HfApi().upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=folder,
+                allow_patterns=names,
+                commit_message=f"step {self.state.global_step}",
+                token=self.args.hub_token,
+                revision=self.args.hub_revision,
+            )
+        except Exception as error:
+            logger.error(
+                "the upload to %s failed (%s: %s); later: hf upload %s %s",
+                self.hub_model_id,
+                type(error).__name__,
+                " ".join(str(error).split())[:300],
+                self.hub_model_id,
+                folder,
+            )
+
+    def write_at_the_end(self, write: Callable[[Path], None], target: Path) -> None:
+        """Call `write(target)` until it succeeds: while the disk is full, the state stays in memory until a signal ends the run.
+
+        On the first failure, `write` is called once with a temporary folder.
+
+        Raises:
+            OSError: another error than a full disk, or a signal was received.
+        """
+        copy = ""
+        while True:
+            try:
+                return write(target)
+            except (OSError, SafetensorError) as error:
+                step, reason = self.state.global_step, " ".join(str(error).split())
+                if not copy:
+                    copy = copy_of(write, target.name)
+                    logger.error("%s of step %d cannot be written (%s). %s", target, step, reason, copy)
+                if not is_disk_full(error) or self.stop.signal is not None:
+                    raise OSError(
+                        f"{target} of step {step} could not be written ({reason}). {copy}. Make room; the same command then resumes "
+                        "from the last checkpoint"
+                    ) from error
+                logger.error("make room on the disk: this is tried again every %.0f s until SIGTERM or Ctrl-C", RETRY_AFTER)
+                self.stop.wait(RETRY_AFTER)
+
     def save_trainer_state(self, unfinished: Path, folder: Path) -> None:
         """Write Trainer's own state, as `Trainer._save_checkpoint` does, for a checkpoint that will be in `folder`."""
         if self.state.best_global_step:
@@ -248,6 +351,22 @@ class ResumableTrainer(Trainer):
         assert self.lr_scheduler is not None
         checkpoints.save_state(self.optimizer.state_dict(), output_dir, "optimizer")
         checkpoints.save_state(self.lr_scheduler.state_dict(), output_dir, "scheduler")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error of writing is about room on the disk; safetensors has the system's error in its message only."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in numbers or any(f"(os error {number})" in str(error) for number in numbers)
+
+
+def copy_of(write: Callable[[Path], None], name: str) -> str:
+    """Call `write` with `name` in a new temporary folder; returns a sentence that says where, or why there is no copy."""
+    try:
+        place = Path(tempfile.mkdtemp(prefix="firedistill-"))
+        write(place / name)
+    except (OSError, SafetensorError) as error:
+        return f"A copy in {tempfile.gettempdir()} failed as well ({' '.join(str(error).split())})"
+    return f"A copy is in {place / name}"
 
 
 def load_adapter_weights(model: PeftModel, folder: Path) -> None:

@@ -1,10 +1,12 @@
-"""SIGTERM and Ctrl-C stop a run after the current step, with a checkpoint."""
+"""Signals that stop a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -12,13 +14,24 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
+logger = logging.getLogger(__name__)
+
+ALWAYS = (signal.SIGTERM, signal.SIGINT)
+# A closed terminal, the warnings of batch systems, and a limit of processor time; none of them exists on Windows.
+UNLESS_USED = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)]
+# The process that imported this module, and its parent: the launcher, if torchrun started it.
+_IMPORTED_BY, _PARENT = os.getpid(), os.getppid()
+
 
 class StopRequest(TrainerCallback):
-    """Stops training with a checkpoint once any process has received SIGTERM or Ctrl-C.
+    """Stops training with a checkpoint once any process has received a signal that asks for it.
 
-    Used as a context, it handles these signals: the first one is recorded, and a second Ctrl-C raises KeyboardInterrupt. Outside the
-    main thread, where Python cannot handle signals, it does nothing. As a callback, it stops the trainer. An evaluation that the
-    last step requires is left to the resumed run, since the sender of the signal may not wait for it.
+    Used as a context, it handles SIGTERM and Ctrl-C, and SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU unless they are ignored (`nohup`) or
+    have a handler. The first signal is recorded, and a second Ctrl-C raises KeyboardInterrupt. Outside the main thread, where Python
+    cannot handle signals, it does nothing. As a callback, it stops the trainer. An evaluation that the last step requires is left to
+    the resumed run, since the sender of the signal may not wait for it.
+
+    A process of torchrun whose launcher has ended receives SIGTERM.
 
     Attributes:
         signal: the number of the recorded signal, or None.
@@ -28,21 +41,34 @@ class StopRequest(TrainerCallback):
         self.trainer = trainer
         self.signal: int | None = None
         self._handlers: dict[int, Any] = {}
+        self._ended = threading.Event()
+        self._launcher = _PARENT if os.getpid() == _IMPORTED_BY else os.getppid()
 
     @property
     def name(self) -> str:
-        """SIGTERM, SIGINT, or an empty string."""
+        """The name of the signal, or an empty string."""
         return signal.Signals(self.signal).name if self.signal is not None else ""
 
     def __enter__(self) -> StopRequest:
         self.signal = None
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, self._record) for number in (signal.SIGTERM, signal.SIGINT)}
+            unused = [number for number in UNLESS_USED if signal.getsignal(number) is signal.SIG_DFL]
+            self._handlers = {number: signal.signal(number, self._record) for number in (*ALWAYS, *unused)}
+        self._ended.clear()
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            threading.Thread(target=self._watch_launcher, name="launcher watch", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._ended.set()
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a signal is recorded, or for so many seconds."""
+        until = time.monotonic() + seconds
+        while self.signal is None and time.monotonic() < until:
+            time.sleep(min(0.2, seconds))
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
@@ -53,6 +79,13 @@ class StopRequest(TrainerCallback):
         hint = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
         with suppress(OSError):  # not `print`: the signal may have interrupted one
             os.write(2, f"\n{self.name}: finishing this step, then saving a checkpoint{hint}\n".encode())
+
+    def _watch_launcher(self) -> None:
+        while not self._ended.wait(1.0):
+            if os.getppid() != self._launcher:
+                logger.error("the launcher (process %d) has ended; this process stops after the current step", self._launcher)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._requested():

@@ -1,0 +1,271 @@
+"""The run directory: one trainer at a time, and only what a run wrote is ever deleted.
+
+`RunLock` keeps `<run>/.lock` from before the first write to the end of training, by two means:
+
+- A POSIX record lock. The operating system releases it when the process ends, however it ends, and a forked child does not keep it.
+- A heartbeat: the holder updates the file every `HEARTBEAT` seconds. It protects the run from hosts that do not see the lock, such as
+  on a network file system without locks. A holder without a heartbeat for `GONE_AFTER` seconds is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from firedistill.files import REPLACED, UNFINISHED, discard
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the heartbeat alone protects a run
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT, GONE_AFTER = 10.0, 120.0
+FINISHED = "finished.json"
+# What a run writes. `metrics.jsonl` comes last: it marks a folder as a run, also for a removal that was interrupted.
+RUN_FILES = [FINISHED, "adapter", "curves.png", "config.yaml", "evals.jsonl", "README.md", "metrics.jsonl"]
+CHECKPOINT = re.compile(r"checkpoint-\d{1,12}")
+FILES_OF_STEPS = re.compile(r"(step|eval)_[\d-]+\.(parquet|json)")
+
+
+class RunDirectoryError(ValueError):
+    """A folder that cannot be, or is no longer, the directory of this run; the message says why and what to do."""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has been started in the folder."""
+    return (folder / "metrics.jsonl").exists()
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Raise RunDirectoryError if no run was started in the folder, and it holds files that a run would replace."""
+    if (folder / "plan.json").is_file():
+        raise RunDirectoryError(f"{folder} holds a suite, which a run cannot share; name another --output_dir")
+    if not is_run(folder) and (found := [name for name in RUN_FILES if os.path.lexists(folder / name)]):
+        raise RunDirectoryError(
+            f"{folder} is not a run directory, and a run would replace its {', '.join(found)}; name another --output_dir"
+        )
+
+
+def remove_run(folder: Path) -> None:
+    """Delete what a run has written in the folder, and nothing else.
+
+    Raises:
+        RunDirectoryError: see `refuse_other_files`.
+    """
+    refuse_other_files(folder)
+    if not is_run(folder):
+        return
+    for path in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*"), *folder.glob("checkpoint-*")]:
+        if path.name.startswith((UNFINISHED, REPLACED)) or CHECKPOINT.fullmatch(path.name):
+            remove(path)
+    for inner in (folder / "rollouts", folder / "attribution"):
+        for path in inner.glob("*"):
+            if FILES_OF_STEPS.fullmatch(path.name.removeprefix(UNFINISHED)):
+                remove(path)
+        with suppress(OSError):  # it does not exist, or holds other files
+            inner.rmdir()
+    for name in RUN_FILES:
+        remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        discard(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def mark_finished(folder: Path, step: int) -> None:
+    """Record that the run has ended after optimizer step `step` with everything written; the last act of a run."""
+    (folder / FINISHED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+
+
+def finished_step(folder: Path) -> int | None:
+    """The step at which the run ended, or None if it has not ended."""
+    try:
+        step = json.loads((folder / FINISHED).read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+# ---- One trainer at a time -------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """What processes with common locks share: a boot of an operating system, or else the host's name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return socket.gethostname()
+
+
+class RunLock:
+    """Excludes other trainers from a run directory while it is held. Use it as a context; it can be nested within a process.
+
+    Args:
+        folder: the run directory; created when the lock is taken.
+
+    Raises:
+        RunDirectoryError: on entering, if another process trains in this directory.
+    """
+
+    held: dict[Path, RunLock] = {}
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).absolute()
+        self.path = self.folder / ".lock"
+        self.depth = 0
+
+    def __enter__(self) -> RunLock:
+        outer = self.held.setdefault(self.path, self)
+        if outer.depth == 0:
+            try:
+                outer._take()
+            except BaseException:
+                del self.held[self.path]
+                raise
+        outer.depth += 1
+        return outer
+
+    def __exit__(self, *error: object) -> None:
+        outer = self.held.get(self.path)
+        if outer is None or outer.process != os.getpid():
+            return  # a forked child leaves its parent's lock alone
+        outer.depth -= 1
+        if outer.depth == 0:
+            outer._release()
+            del self.held[self.path]
+
+    def check(self) -> None:
+        """Raise RunDirectoryError if the run directory has been removed or replaced, or another process has taken the lock."""
+        if not self._in_place() or self._holder() != self.owner:
+            raise RunDirectoryError(
+                f"{self.folder} was removed or replaced while the run was training, or another process trains there; this run stops"
+            )
+
+    # The file is opened once: closing any other handle of a process would release its record lock.
+
+    def _take(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)  # noqa: SIM115
+        try:
+            if not self._lock():
+                raise self._refusal(self._holder())
+            self._wait_for_other_machines()
+            in_place = self._in_place()
+        except BaseException:
+            self.file.close()
+            raise
+        if not in_place:  # the last holder has removed the file since it was opened
+            self.file.close()
+            return self._take()
+        self.process = os.getpid()
+        self.owner = {"host": socket.gethostname(), "pid": self.process, "machine": machine(), "id": uuid.uuid4().hex}
+        self.file.seek(0)
+        self.file.truncate()
+        self.file.write(json.dumps(self.owner).encode())
+        self._ended = threading.Event()
+        threading.Thread(target=self._beat, name="run lock", daemon=True).start()
+
+    def _release(self) -> None:
+        self._ended.set()
+        with suppress(OSError):
+            if self._in_place() and self._holder() == self.owner:
+                self.path.unlink()
+        self.file.close()
+
+    def _in_place(self) -> bool:
+        """Whether the open file is the one in the run directory."""
+        try:
+            there, ours = os.stat(self.path), os.fstat(self.file.fileno())
+        except OSError:
+            return False
+        return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
+
+    def _lock(self) -> bool:
+        """Take the record lock; False if another process has it. True where the file system has no locks."""
+        if fcntl is None:
+            return True
+        try:
+            fcntl.lockf(self.file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s); its heartbeat alone protects the run", self.path, error)
+        return True
+
+    def _holder(self) -> dict[str, Any]:
+        """What the holder has written; empty for a new file."""
+        self.file.seek(0)
+        try:
+            content = json.loads(self.file.read(4096) or b"{}")
+        except ValueError:
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def _wait_for_other_machines(self) -> None:
+        """Return once the recorded holder, if it is on another machine, is dead.
+
+        Raises:
+            RunDirectoryError: its heartbeat changes.
+        """
+        holder, beat = self._holder(), os.fstat(self.file.fileno()).st_mtime_ns
+        if not holder or (fcntl is not None and holder.get("machine") == machine()):
+            return
+        age = self._now() - beat / 1e9
+        if age < GONE_AFTER:
+            logger.warning(
+                "%s: waiting up to %.0f s to see whether %s is alive", self.path, GONE_AFTER - age, described(holder)
+            )
+        while age < GONE_AFTER:
+            time.sleep(min(1.0, HEARTBEAT / 4))
+            if os.fstat(self.file.fileno()).st_mtime_ns != beat or self._holder() != holder:
+                raise self._refusal(self._holder())
+            age = self._now() - beat / 1e9
+
+    def _now(self) -> float:
+        """The time by the clock of the file system, which may be that of a server."""
+        with tempfile.TemporaryFile(dir=self.folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT):
+            with suppress(OSError):
+                os.utime(self.path)
+                self._lock()  # again, in case user code has opened and closed the file
+
+    def _refusal(self, holder: dict[str, Any]) -> RunDirectoryError:
+        return RunDirectoryError(
+            f"{described(holder)} is training in {self.folder}: wait until it has ended, stop it, or name another --output_dir"
+        )
+
+
+def described(holder: dict[str, Any]) -> str:
+    """`process 4711 on host gpu-3`, as far as it is known."""
+    return f"process {holder['pid']} on host {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
+
+
+def is_training(folder: str | Path) -> bool:
+    """Whether a process of this machine trains in the run directory. Do not call it within that process."""
+    path = Path(folder) / ".lock"
+    if fcntl is None or not path.is_file():
+        return False
+    with path.open("rb+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError | PermissionError)
+    return False
