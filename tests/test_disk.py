@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import resource
+import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillTrainer
+from firedistill.run import resume
 from firedistill.run.checkpoints import newest_checkpoint
+from firedistill.run.directory import finished_step
 from firedistill.run.log import RunLog, read_jsonl
 from tiny import ToyTask, run_config, run_trainer
 
@@ -103,6 +112,98 @@ def test_half_a_row_never_spoils_the_next(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n' and log.failed_writes == 1
     log.metrics({"step": 3})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+class FullFor:
+    """A trainer's `write_adapter` that finds the disk full for so many times, except in temporary folders."""
+
+    def __init__(self, trainer: SelfDistillTrainer, times: int, number: int = errno.ENOSPC):
+        self.write, self.times, self.number = trainer.write_adapter, times, number
+        self.run = Path(trainer.args.run_dir)
+
+    def __call__(self, target: Path) -> None:
+        if self.run in target.parents and self.times:
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        self.write(target)
+
+
+def copies(caplog) -> list[Path]:
+    return [Path(name) for name in re.findall(r"A copy is in (\S+adapter)", caplog.text)]
+
+
+def test_the_adapter_waits_for_a_disk_that_is_full_at_the_end(checkpoint, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(resume, "RETRY_AFTER", 0.01)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    t = trainer(checkpoint, tmp_path / "run")
+    t.write_adapter = FullFor(t, times=3)
+    t.train()
+    assert finished_step(tmp_path / "run") == 4 and (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert "No space left on device" in caplog.text and "make room on the disk" in caplog.text
+    (copy,) = copies(caplog)
+    kept = [load_file(folder / "adapter_model.safetensors") for folder in (copy, tmp_path / "run" / "adapter")]
+    assert kept[0].keys() == kept[1].keys() and all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_signal_or_another_error_ends_the_waiting(number, checkpoint, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    t = trainer(checkpoint, tmp_path / "run", save_steps=2)
+    t.write_adapter = FullFor(t, times=10**9, number=number)
+    if number == errno.ENOSPC:
+        monkeypatch.setattr(t.stop, "wait", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(
+        OSError, match="adapter of step 4 could not be written .* A copy is in .* resumes from the last checkpoint"
+    ):
+        t.train()
+    assert finished_step(tmp_path / "run") is None and len(copies(caplog)) == 1
+    again = trainer(checkpoint, tmp_path / "run", save_steps=2)
+    again.train()
+    assert finished_step(tmp_path / "run") == 4, "the same command completes the run"
+
+
+def test_an_error_of_safetensors_tells_a_full_disk():
+    """It has the system's error in its text only."""
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert resume.is_disk_full(SafetensorError(f"Error while serializing: I/O error: no room (os error {number})"))
+        assert resume.is_disk_full(OSError(number, os.strerror(number)))
+    assert not resume.is_disk_full(OSError(errno.EACCES, "no")) and not resume.is_disk_full(SafetensorError("header"))
+
+
+def test_an_attribution_that_cannot_be_written_is_lost_and_counted(checkpoint, tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "attribution").write_text("in the way")
+    t = trainer(checkpoint, tmp_path / "run", attribution_examples=1)
+    t.train()
+    assert t.run_log.failed_writes == 2 and "the attribution of step 4 could not be written" in caplog.text
+    assert finished_step(tmp_path / "run") == 4
+
+
+def test_an_upload_that_fails_is_told_and_ends_nothing(checkpoint, tmp_path, caplog, monkeypatch):
+    """The repository is made before anything is trained, which needs the network."""
+    uploads = []
+
+    def upload(self, **arguments):
+        uploads.append(arguments)
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(resume.HfApi, "upload_folder", upload)
+    repository = SimpleNamespace(create_repo=lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: repository)
+    t = trainer(checkpoint, tmp_path / "run", save_steps=2, push_to_hub=True, hub_token="hf_secret")
+    t.train()
+    assert finished_step(tmp_path / "run") == 4 and len(uploads) == 3, "two checkpoints and the adapter"
+    assert "later: hf upload me/x" in caplog.text and "hf_secret" not in caplog.text
+    assert not any("hf_secret" in path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
+
+
+def test_a_repository_that_cannot_be_made_is_one_clear_error(checkpoint, tmp_path, monkeypatch):
+    def offline(*arguments, **options):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: SimpleNamespace(create_repo=offline))
+    with pytest.raises(ValueError, match="push_to_hub: the repository cannot be created .*no network"):
+        trainer(checkpoint, tmp_path / "run", push_to_hub=True)
 
 
 def test_rollouts_that_cannot_be_written_are_counted(tmp_path):

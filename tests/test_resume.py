@@ -335,6 +335,34 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_rest_follows(number, s
         assert same_runs(whole, tmp_path / "run") == []
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="these signals exist on POSIX")
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
+def test_a_closed_terminal_and_the_warning_of_a_batch_system_leave_a_checkpoint(name, model, tmp_path):
+    number = getattr(signal, name)
+    t = interrupted(model, tmp_path / "run", 1, lambda: os.kill(os.getpid(), number))
+    assert t.stop.name == name and newest_checkpoint(tmp_path / "run").name == "checkpoint-1"
+    assert signal.getsignal(number) is signal.SIG_DFL, "the handlers are restored"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX")
+def test_an_ignored_signal_stays_ignored(model, tmp_path):
+    """As under nohup, and for a task with a handler of its own."""
+    seen = []
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+
+        def both():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        t = interrupted(model, tmp_path / "run", 1, both)
+    finally:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert t.state.global_step == 4 and t.stop.signal is None and seen == [signal.SIGUSR1]
+
+
 def test_a_second_control_c_stops_at_once(model, tmp_path):
     def twice():
         os.kill(os.getpid(), signal.SIGINT)
@@ -343,6 +371,38 @@ def test_a_second_control_c_stops_at_once(model, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted(model, tmp_path / "run", 3, twice)
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-2"
+
+
+# ---- States that cannot be continued -----------------------------------------------------------------------------------------
+
+
+def spoil(trainer: SelfDistillTrainer, where: str) -> None:
+    """Infinity in one number of the adapter or of the optimizer's state."""
+    parameter = next(p for p in trainer.model.parameters() if p.requires_grad)
+    values = parameter.data if where == "adapter" else trainer.optimizer.state[parameter]["exp_avg_sq"]
+    values.view(-1)[0] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"), [("adapter", "the adapter is not finite after step 3"), ("moments", "optimizer state")]
+)
+def test_a_state_that_is_not_finite_is_never_sealed(where, message, model, tmp_path):
+    """The last good checkpoint stays, also where only one is kept."""
+    config = killable_config(model, tmp_path / "run", "fire", 4, save_total_limit=1, eval_size=0)
+    trainer = SelfDistillTrainer(args=config, task=RandomTask())
+    actions = trainer.callback_handler.callbacks
+    actions.insert(0, At(3, lambda: spoil(trainer, where)))  # before the row is written, as an update would do it
+    with pytest.raises(ValueError, match=f"{message}.*Check learning_rate \\(0.01\\), weight_decay"):
+        trainer.train()
+    assert [path.name for path in sorted((tmp_path / "run").glob("checkpoint-*"))] == ["checkpoint-2"]
+    assert not (tmp_path / "run" / "adapter").exists()
+    train(model, tmp_path / "run", "fire", 4, save_total_limit=1, eval_size=0)
+
+
+@pytest.mark.parametrize("limit", [None, 0, -1])
+def test_no_limit_keeps_every_checkpoint(limit, model, tmp_path):
+    train(model, tmp_path / "run", "fire", 4, save_total_limit=limit, eval_size=0, save_steps=1)
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 4
 
 
 # ---- States ----------------------------------------------------------------------------------------------------------------

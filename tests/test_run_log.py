@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -135,6 +136,66 @@ def test_the_rollout_files_of_a_run_are_one_table(tmp_path):
         "feedback": [],
     }
     assert second["submitted"] == "4" and second["feedback"] == [{"name": "outcome", "text": "wrong\u2028 [bold]"}]
+
+
+def rows_by_file(folder) -> dict[str, list[int]]:
+    """The steps in each rollout file."""
+    paths = sorted((folder / "rollouts").iterdir())
+    return {path.name: [row["step"] for row in pq.read_table(path, partitioning=None).to_pylist()] for path in paths}
+
+
+def filled(folder, steps) -> RunLog:
+    """A log with two rollouts in each of the steps."""
+    log = RunLog(folder)
+    for step in steps:
+        log.rollouts(step, [rollout_row(rollout(str(step)), step, "prompt", True)] * 2)
+    return log
+
+
+def test_a_hundred_steps_share_a_file(tmp_path):
+    filled(tmp_path, range(1, 203)).rollouts(50, [rollout_row(rollout(), 50, "p", False)], prefix="eval")
+    assert rows_by_file(tmp_path) == {
+        "eval_000050.parquet": [50],
+        "step_000001-000100.parquet": sorted([*range(1, 101)] * 2),
+        "step_000101-000200.parquet": sorted([*range(101, 201)] * 2),
+        "step_000201.parquet": [201, 201],
+        "step_000202.parquet": [202, 202],
+    }
+    assert pq.read_table(tmp_path / "rollouts").num_rows == 2 * 202 + 1, "they are one table"
+
+
+@pytest.mark.parametrize("step", [0, 1, 99, 100, 150, 200, 201])
+def test_resumption_splits_a_shared_file(step, tmp_path):
+    """After it, a run that is continued has the files of one that was not interrupted."""
+    filled(tmp_path / "a", range(1, 203)).start(step)
+    filled(tmp_path / "a", range(step + 1, 251))
+    filled(tmp_path / "b", range(1, 251))
+    assert rows_by_file(tmp_path / "a") == rows_by_file(tmp_path / "b")
+
+
+def test_an_interrupted_join_loses_and_repeats_nothing(tmp_path, monkeypatch):
+    log, unlinked, unlink = filled(tmp_path, range(1, 100)), [], Path.unlink
+
+    def die_at_the_second(path, *arguments, **options):
+        unlinked.append(path)
+        if len(unlinked) == 2:
+            raise KeyboardInterrupt
+        unlink(path, *arguments, **options)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "unlink", die_at_the_second)
+        log.rollouts(100, [rollout_row(rollout(), 100, "p", True)])
+    assert len(rows_by_file(tmp_path)) > 90
+    RunLog(tmp_path).start(100)
+    assert list(rows_by_file(tmp_path)) == ["step_000001-000100.parquet"]
+
+
+def test_files_that_cannot_be_joined_stay(tmp_path, caplog):
+    log = filled(tmp_path, range(1, 100))
+    (tmp_path / "rollouts" / "step_000007.parquet").write_text("junk")
+    log.rollouts(100, [rollout_row(rollout(), 100, "p", True)])
+    assert len(list((tmp_path / "rollouts").iterdir())) == 100 and log.failed_writes == 1
+    assert "could not be joined and stay as they are" in caplog.text
 
 
 def test_a_custom_verifier_may_submit_numbers(tmp_path):

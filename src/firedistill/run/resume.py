@@ -232,11 +232,11 @@ class ResumableTrainer(Trainer):
         """Raise an error if the run directory is not this run's any more, or if weights or optimizer state are not finite."""
         if self.lock is not None:
             self.lock.check()
-        weights = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        states = {
-            f"optimizer state {name!r}": value for state in self.optimizer.state.values() for name, value in state.items()
-        }
-        for name, value in (weights | states).items():
+        weights = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        states = [
+            (f"optimizer state {name!r}", value) for state in self.optimizer.state.values() for name, value in state.items()
+        ]
+        for name, value in weights + states:
             if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
                 raise self.not_finite(name)
 
