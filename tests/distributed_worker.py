@@ -36,8 +36,17 @@ class SignalAt(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class OwnExamples(ToyTask):
+    """Every process has training examples of its own."""
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        examples = super().examples(split, n, seed, data_dir)
+        return examples[int(os.environ["RANK"]) :] if split == "train" else examples
+
+
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
-    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), or one that is stopped and resumed."""
+    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), one that is stopped and resumed,
+    or one with different data (`fire:apart`)."""
     method, _, how = kind.partition(":")
     warm_start = method == "warmstart"
     config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
@@ -58,7 +67,7 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         use_cpu=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
     )
-    trainer = trainer_class(args=config, task=ToyTask())
+    trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else ToyTask())
     if how == "scripted":
         trainer.rollout_engine = ScriptedEngine()
     if how == "stopped":

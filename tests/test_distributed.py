@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,6 +18,7 @@ import yaml
 import distributed_worker
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.run.checkpoints import CheckpointError
+from firedistill.run.directory import finished_step, is_training
 from firedistill.run.log import read_jsonl
 from killable import without_times
 from tiny import ToyTask
@@ -116,3 +119,72 @@ def test_another_number_of_processes_is_another_run(folders):
     trainer = SelfDistillTrainer(args=config, task=ToyTask())
     with pytest.raises(CheckpointError, match="per_device_train_batch_size was 2, is 4; world_size was 2, is 1"):
         trainer.checkpoint_to_resume("auto")
+
+
+# ---- The command line under torchrun -----------------------------------------------------------------------------------------
+
+LAB = ["--max_steps", "60", "--save_steps", "2", "--max_new_tokens", "6", "--eval_size", "0", "--attribution_examples", "0"]
+
+
+def torchrun(run: Path, output, *arguments: str) -> subprocess.Popen:
+    """Two processes of `firedistill train lab`, as a user starts them."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "-m",
+        "firedistill.cli",
+    ]
+    command += ["train", "lab", "--output_dir", str(run), "--preflight", "skip", *LAB, *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited for too long"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def orphans(tmp_path_factory):
+    """A run whose launcher is killed while another launcher tries to start in the same directory; it is resumed afterwards."""
+    folder = tmp_path_factory.mktemp("orphans")
+    run = folder / "run"
+    with (
+        open(folder / "first.log", "w") as first,
+        open(folder / "second.log", "w") as second,
+        open(folder / "third.log", "w") as third,
+    ):
+        launcher = torchrun(run, first)
+        wait_for(lambda: (run / "checkpoint-2").is_dir())
+        intruder = torchrun(run, second).wait(120)
+        launcher.kill()
+        launcher.wait()
+        wait_for(lambda: not is_training(run))
+        stopped_at = len(read_jsonl(run / "metrics.jsonl"))
+        resumed = torchrun(run, third).wait(300)
+    return run, intruder, stopped_at, resumed, {path.stem: path.read_text() for path in folder.glob("*.log")}
+
+
+def test_a_second_launcher_is_refused(orphans):
+    _, intruder, _, _, logs = orphans
+    assert intruder == 1 and re.search(r"firedistill train: process \d+ on host \S+ is training in", logs["second"])
+
+
+def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
+    run, _, stopped_at, resumed, logs = orphans
+    assert stopped_at < 60 and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
+    assert "has ended; this process stops after the current step" in logs["first"]
+    assert resumed == 0 and f"resuming after step {stopped_at}" in logs["third"]
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, 61)] and finished_step(run) == 60
+
+
+def test_processes_with_different_data_are_refused(checkpoint, tmp_path):
+    """Each process would train on problems that the fingerprint of the run does not know."""
+    with pytest.raises(AssertionError, match="the processes have different train_data: a task must return the same examples"):
+        launch(["fire:apart"], checkpoint, tmp_path, 2)
