@@ -510,11 +510,13 @@ def test_a_run_that_is_there_goes_on(run, tmp_path, firedistill):
 def test_overwrite_replaces_a_run_once_the_new_settings_have_proved_usable(recipe, tmp_path, firedistill):
     options = ["--output_dir", tmp_path / "run", "--max_steps", 1, "--save_steps", 1, "--eval_size", 0]
     assert firedistill("train", recipe, *options).status == 0
-    (tmp_path / "run" / "mark").touch()
+    mark, other = tmp_path / "run" / "adapter" / "mark", tmp_path / "run" / "notes.txt"
+    mark.touch()
+    other.touch()
     told = firedistill("train", tmp_path / "run", "--overwrite", "--task", "aritmetic")
-    assert told.status == 2 and (tmp_path / "run" / "mark").exists() and (tmp_path / "run" / "adapter").is_dir()
+    assert told.status == 2 and mark.exists()
     told = firedistill("train", tmp_path / "run", "--overwrite", "--seed", 1)
-    assert told.status == 0 and not (tmp_path / "run" / "mark").exists()
+    assert told.status == 0 and not mark.exists() and other.exists()
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["seed"] == 1
     assert "held-out" not in told.out, "there was no evaluation"
