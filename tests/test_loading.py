@@ -12,7 +12,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -27,6 +27,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from firedistill.memory import OutOfMemory
 from firedistill.models import gguf as conversion
 from firedistill.models import loading, lora
 from firedistill.models.errors import ModelError, explanation
@@ -196,10 +197,13 @@ def test_folders_that_are_not_a_checkpoint(tmp_path):
     with pytest.raises(ModelError, match="holds a LoRA adapter"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="holds a model and an adapter"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "adapter_config.json").unlink()
+    with pytest.raises(ModelError, match="has no weights in safetensors files"):
         resolve_model(str(tmp_path))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match="pickled weights only"):
+    with pytest.raises(ModelError, match="Opening pickled weights"):
         resolve_model(str(tmp_path))
 
 
@@ -208,7 +212,7 @@ def test_pickles_are_not_opened(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(tiny_model().state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "unrelated.safetensors").write_bytes(b"")  # passes the check of the folder
-    with pytest.raises(ModelError, match="pickled weights only"):
+    with pytest.raises(ModelError, match="Opening pickled weights"):
         load_model_and_tokenizer(str(tmp_path))
 
 
@@ -258,8 +262,174 @@ def test_custom_code_and_unknown_architecture(tmp_path):
 def test_damaged_weights(tmp_path):
     save(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"12345678 not safetensors")
-    with pytest.raises(ModelError, match="reading its weights failed"):
+    with pytest.raises(ModelError, match="model.safetensors is damaged or cannot be read"):
         load_model_and_tokenizer(str(tmp_path))
+
+
+def edited(folder, change):
+    """Rewrite the weights of a checkpoint folder."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def sharded(folder):
+    """A checkpoint of several shards; returns their index."""
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=2)
+    model.save_pretrained(folder, max_shard_size="30KB")
+    tiny_tokenizer().save_pretrained(folder)
+    assert not (folder / "model.safetensors").exists()
+    return folder / "model.safetensors.index.json"
+
+
+def test_missing_tensors_are_not_drawn_at_random(tmp_path):
+    save(tmp_path)
+    edited(tmp_path, lambda tensors: [tensors.pop(key) for key in list(tensors)[::2]])
+    with pytest.raises(
+        ModelError, match=r"not complete: its files lack \d+ of the model's tensors, for instance lm_head\.weight;"
+    ):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_a_tied_head_may_be_missing_and_an_untied_one_may_not(tmp_path):
+    save(tmp_path / "tied", tiny_model(tied=True))
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / "model.safetensors")
+    load_model_and_tokenizer(str(tmp_path / "tied"))
+    save(tmp_path / "untied", tiny_model(tied=False))
+    load_model_and_tokenizer(str(tmp_path / "untied"))
+    edited(tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match="lack 1 of the model's tensors, for instance lm_head.weight"):
+        load_model_and_tokenizer(str(tmp_path / "untied"))
+
+
+def test_weights_of_wrong_shape(tmp_path):
+    save(tmp_path)
+    edited(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(7, dtype=torch.bfloat16)}))
+    with pytest.raises(ModelError, match="reading its weights failed") as caught:
+        load_model_and_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite(tmp_path, value):
+    save(tmp_path)
+    edited(tmp_path, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3].fill_(value))
+    with pytest.raises(ModelError, match="model.layers.1.mlp.up_proj.weight holds values that are not finite"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_shards(tmp_path):
+    index = sharded(tmp_path)
+    load_model_and_tokenizer(str(tmp_path))
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[0]
+    shard.rename(tmp_path / "kept")
+    with pytest.raises(ModelError, match=f"not complete: it lacks {shard.name}"):
+        load_model_and_tokenizer(str(tmp_path))
+    shard.write_bytes((tmp_path / "kept").read_bytes()[:-100])
+    with pytest.raises(ModelError, match=f"{shard.name} is damaged or cannot be read"):
+        load_model_and_tokenizer(str(tmp_path))
+    for text in ("", "[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(ModelError, match="model.safetensors.index.json"):
+            load_model_and_tokenizer(str(tmp_path))
+
+
+def test_a_distributed_checkpoint(tmp_path):
+    save(tmp_path)
+    (tmp_path / "shard-00000-model-00001-of-00001.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is a distributed checkpoint"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 10**9}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"eos_token_id": "x"}]
+)
+def test_configurations_that_cannot_be(tmp_path, changes):
+    save(tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError) as caught:
+        load_model_and_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_its_vocabulary(tmp_path):
+    save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="tokenizer"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def test_a_tokenizer_that_loses_characters(tmp_path):
+    save(tmp_path)
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = []
+    tokenizer["model"]["vocab"] = {t: i for t, i in tokenizer["model"]["vocab"].items() if len(t) == 1 and t not in "qz7"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="loses text: it decodes .* without 7 q z"):
+        load_model_and_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="reading its tokenizer failed"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("unable to mmap 7 bytes: Cannot allocate memory (12)"), torch.OutOfMemoryError("x")]
+)
+def test_a_model_that_does_not_fit_into_memory(tmp_path, monkeypatch, error):
+    save(tmp_path)
+
+    def exhausted(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", exhausted)
+    with pytest.raises(OutOfMemory, match="does not fit; use --quantization nf4, --model_dtype bfloat16 or a smaller model"):
+        load_model_and_tokenizer(str(tmp_path))
+
+
+def cached_on_hub(folder, monkeypatch):
+    """Put the files of a folder into a cache of the hub as the main branch of org/model, and go offline."""
+    commit, repository = "0123456789" * 4, folder.parent / "hub" / "models--org--model"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder.parent / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return repository / "snapshots" / commit
+
+
+def test_a_model_of_the_hub_is_checked_like_a_folder(tmp_path, monkeypatch):
+    sharded(tmp_path / "base")
+    snapshot = cached_on_hub(tmp_path / "base", monkeypatch)
+    model, tokenizer = load_model_and_tokenizer("org/model")
+    assert model.name_or_path == model.config.name_or_path == tokenizer.name_or_path == "org/model"
+    assert add_lora(model).peft_config["default"].base_model_name_or_path == "org/model"
+    (snapshot / "adapter_config.json").write_text('{"base_model_name_or_path": "org/evil"}')
+    with pytest.raises(ModelError, match="org/model holds a model and an adapter"):
+        load_model_and_tokenizer("org/model")
+    (snapshot / "adapter_config.json").unlink()
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "evil.bin"}}))
+    with pytest.raises(ModelError, match="names 'evil.bin'; only weights in safetensors"):
+        load_model_and_tokenizer("org/model")
+
+
+def test_the_shards_of_an_index_are_downloaded_and_nothing_else(tmp_path, monkeypatch):
+    sharded(tmp_path / "base")
+    snapshot = cached_on_hub(tmp_path / "base", monkeypatch)
+    asked = []
+
+    def download(name, revision=None, allow_patterns=None, ignore_patterns=None):
+        asked.append((name, revision, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr(loading, "snapshot_download", download)
+    model, _ = load_model_and_tokenizer("org/model", revision="v1")
+    shards = sorted(path.name for path in snapshot.glob("model-*.safetensors"))
+    assert [(name, revision) for name, revision, _ in asked] == [("org/model", "v1"), ("org/model", snapshot.name)]
+    assert asked[1][2] == shards and "*.safetensors" not in asked[0][2]
+    assert add_lora(model).peft_config["default"].revision == "v1"
 
 
 # LoRA
@@ -353,9 +523,9 @@ def test_folders_that_are_not_an_adapter(tmp_path, base_and_adapter):
 
 def test_adapter_of_another_base(base_and_adapter, tmp_path):
     base, adapter, _ = base_and_adapter
-    with pytest.raises(ModelError, match="another base model: .* has (48|96) features in this model, (32|64) in the adapter"):
+    with pytest.raises(ModelError, match=r"has shape \[4, 64\], base model and adapter settings give \[4, 96\]"):
         load_adapter(tiny_model(hidden=48), adapter)
-    with pytest.raises(ModelError, match="another base model: this model has no linear layer model.layers.1"):
+    with pytest.raises(ModelError, match="holds base_model.model.model.layers.1.*: not a LoRA factor of a layer that"):
         load_adapter(tiny_model(layers=1), adapter)
     shutil.copytree(base, tmp_path / "twin")
     twin, _ = load_model_and_tokenizer(str(tmp_path / "twin"))
@@ -379,14 +549,157 @@ def test_adapter_that_contradicts_itself(base_and_adapter):
     model, _ = load_model_and_tokenizer(str(base))
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"r": 16}))
-    with pytest.raises(ModelError, match="config says rank 16, .* has rank 4"):
+    with pytest.raises(ModelError, match=r"has shape \[4, 64\], base model and adapter settings give \[16, 64\]"):
         load_adapter(model, adapter)
     save_file({"x": torch.zeros(1)}, adapter / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match="no LoRA factors"):
+    with pytest.raises(ModelError, match="holds x: not a LoRA factor"):
         load_adapter(model, adapter)
     (adapter / "adapter_model.safetensors").write_bytes(b"12345678 not safetensors")
     with pytest.raises(ModelError, match="damaged"):
         load_adapter(model, adapter)
+
+
+REFUSED_SETTINGS = {
+    "megatron_config": {"a": 1},
+    "megatron_core": "os",
+    "target_modules": "(a+)+$",
+    "rank_pattern": {"(a+)+$": 4},
+    "alpha_pattern": {"q_proj": "x"},
+    "exclude_modules": ["q_proj"],
+    "layers_to_transform": [0],
+    "layers_pattern": "(a+)+$",
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "use_dora": True,
+    "fan_in_fan_out": True,
+    "init_lora_weights": "pissa",
+    "trainable_token_indices": [1],
+    "target_parameters": ["x"],
+    "layer_replication": [[0, 2]],
+    "loftq_config": {"loftq_bits": 4},
+    "corda_config": {"corda_method": "kpm"},
+    "task_type": "SEQ_CLS",
+    "unheard_of": 1,
+    "r": True,
+    "lora_alpha": float("nan"),
+    "lora_dropout": 1,
+    "use_rslora": "yes",
+    "base_model_name_or_path": 3,
+}
+
+
+def adapter_config(adapter, **changes):
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED_SETTINGS.items())
+def test_adapter_settings_are_an_allow_list(base_and_adapter, key, value):
+    _, adapter, _ = base_and_adapter
+    adapter_config(adapter, **{key: value})
+    model = tiny_model()
+    with pytest.raises(ModelError, match=rf"adapter_config.json: {key} is .*(expected|which is not supported)"):
+        load_adapter(model, adapter)
+    assert not any(".lora_" in name for name, _ in model.named_parameters()), "the model is unchanged"
+
+
+def test_adapter_settings_that_are_off_or_honoured(base_and_adapter):
+    base, adapter, _ = base_and_adapter
+    changes = {"unheard_of": None, "another": False, "init_lora_weights": "gaussian", "auto_mapping": {"parent_library": "os"}}
+    adapter_config(adapter, **changes, task_type=None, use_rslora=True, alpha_pattern={"layers.0.mlp.up_proj": 64})
+    model = load_adapter(load_model_and_tokenizer(str(base))[0], adapter)
+    blocks = model.get_base_model().model.layers
+    assert blocks[1].mlp.up_proj.scaling["default"] == 8 / 4**0.5 and blocks[0].mlp.up_proj.scaling["default"] == 64 / 4**0.5
+
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha", "target_modules"])
+def test_adapter_settings_without_a_default(base_and_adapter, key):
+    _, adapter, _ = base_and_adapter
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    del config[key]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"adapter_config.json has no {key}"):
+        load_adapter(tiny_model(), adapter)
+
+
+def test_ranks_of_single_layers(tmp_path):
+    save(tmp_path / "base")
+    base, _ = load_model_and_tokenizer(str(tmp_path / "base"))
+    patterns = {"rank_pattern": {"layers.1.mlp.down_proj": 2}}
+    saved = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **patterns)
+    )
+    saved.save_pretrained(tmp_path / "adapter")
+    loaded = load_adapter(load_model_and_tokenizer(str(tmp_path / "base"))[0], tmp_path / "adapter")
+    values = dict(loaded.named_parameters())
+    assert sorted(len(p) for name, p in values.items() if "lora_A" in name) == [2, 4, 4, 4]
+    assert all(torch.equal(values[name], p) for name, p in saved.named_parameters() if p.requires_grad)
+
+
+FOREIGN = {
+    "base_model.model.lm_head.weight": [ROWS, 32],
+    "base_model.model.model.layers.0.mlp.up_proj.base_layer.weight": [64, 32],
+    "base_model.model.model.layers.0.mlp.up_proj.bias": [64],
+    "base_model.model.model.norm.weight": [32],
+    "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector": [64],
+    "lm_head.weight": [ROWS, 32],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_adapter_holds_factors_only(base_and_adapter, name):
+    _, adapter, _ = base_and_adapter
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(FOREIGN[name])}, file)
+    with pytest.raises(ModelError, match=f"holds {name}: not a LoRA factor"):
+        load_adapter(tiny_model(), adapter)
+
+
+def test_an_adapter_holds_every_factor(base_and_adapter):
+    _, adapter, _ = base_and_adapter
+    file = adapter / "adapter_model.safetensors"
+    factors = load_file(file)
+    save_file(dict(list(factors.items())[::2]), file)
+    with pytest.raises(ModelError, match="not complete: it lacks base_model.* and 11 more"):
+        load_adapter(tiny_model(), adapter)
+    save_file(factors, file)
+    adapter_config(adapter, target_modules=["q_proj"])
+    with pytest.raises(ModelError, match="not a LoRA factor of a layer that the adapter declares"):
+        load_adapter(tiny_model(), adapter)
+    adapter_config(adapter, target_modules=["(.*)*"])
+    with pytest.raises(ModelError, match="expected a list of names of linear layers; regular expressions are not read"):
+        load_adapter(tiny_model(), adapter)
+    adapter_config(adapter, target_modules=["q_proj", "fc1"])
+    with pytest.raises(ModelError, match="made for another base model: target_modules names fc1"):
+        load_adapter(tiny_model(), adapter)
+
+
+@pytest.mark.parametrize(
+    "values", [torch.full((4, 32), float("nan")), torch.full((4, 32), float("inf")), torch.ones(4, 32, dtype=torch.long)]
+)
+def test_factors_are_finite_numbers(base_and_adapter, values):
+    _, adapter, _ = base_and_adapter
+    file = adapter / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": values}, file)
+    with pytest.raises(ModelError, match="layers.0.self_attn.q_proj.lora_A.weight holds values that are not finite numbers"):
+        load_adapter(tiny_model(), adapter)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"peft_type": "LORA", "r": ' + "9" * 5000 + "}", "\x00"])
+def test_malformed_adapter_settings(base_and_adapter, text):
+    _, adapter, _ = base_and_adapter
+    (adapter / "adapter_config.json").write_text(text)
+    with pytest.raises(ModelError):
+        load_adapter(tiny_model(), adapter)
+
+
+def test_the_order_of_target_modules_is_fixed(base_and_adapter, tmp_path):
+    _, adapter, _ = base_and_adapter
+    load_adapter(tiny_model(), adapter).save_pretrained(tmp_path / "again")
+    for folder in (adapter, tmp_path / "again"):
+        targets = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+        assert targets == sorted(lora.LORA_TARGET_MODULES)
 
 
 # GGUF

@@ -8,10 +8,12 @@ import shutil
 import time
 
 import pytest
+import torch
 
 from firedistill import Example, Verdict, load_task
 from firedistill.cli import main as cli
 from firedistill.cli.preflight import CHECKED, memory_estimate, preflight
+from firedistill.models.quantized import gradient_difference
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.setup import load_setup
 from killable import killable_config
@@ -153,6 +155,62 @@ def test_tokens_that_do_not_fit_the_model(model, tmp_path):
     shown = "\n".join(found(model, tmp_path, change=no_end)["warning"])
     assert "ends a turn with '<|im_end|>', which does not end a response" in shown
     assert "the pad token also ends a response" in shown
+
+
+class Lying(torch.nn.Linear):
+    """A layer whose gradient is wrong after an evaluation, as that of repacked 4-bit weights is."""
+
+    repacked = False
+
+    def forward(self, states):
+        self.repacked |= not torch.is_grad_enabled()
+        return super().forward(states.detach() if self.repacked else states)
+
+
+class Honest(torch.nn.Linear):
+    pass
+
+
+class Broken(torch.nn.Linear):
+    def forward(self, states):
+        raise RuntimeError("shape '[160, 2]' is invalid")
+
+
+def with_layers(kind):
+    """Put another class of layer in the place of some plain ones, with the same weights."""
+
+    def change(setup):
+        for name, module in setup.model.named_modules():
+            if name.endswith("up_proj.base_layer"):
+                module.__class__ = kind
+
+    return change
+
+
+def test_gradients_through_quantised_weights(model, tmp_path):
+    texts = found(model, tmp_path, change=with_layers(Honest))
+    assert any("gradient differs by 0.0%" in text for text in texts["note"]) and not texts["error"]
+    text = only(found(model, tmp_path, change=with_layers(Lying)), "error")
+    assert "quantization: the adapter's gradient differs by" in text and "train without --quantization" in text
+    text = only(found(model, tmp_path, change=with_layers(Broken)), "error")
+    assert "no gradient passes through the quantised weights: shape" in text
+
+
+def test_the_check_of_gradients_changes_nothing(model, tmp_path):
+    setup = load_setup(killable_config(model, tmp_path / "run", "fire"), task=ToyTask())
+    with_layers(Honest)(setup)
+    before = {name: value.clone() for name, value in setup.model.state_dict().items()}
+    setup.model.train()
+    assert gradient_difference(setup.model, torch.arange(8)[None]) < 1e-6
+    assert all(torch.equal(value, before[name]) for name, value in setup.model.state_dict().items())
+    assert all(module.training and "forward" not in vars(module) for module in setup.model.modules())
+    assert all(parameter.grad is None for parameter in setup.model.parameters())
+
+
+def test_nf4_trains_correctly_after_an_evaluation(tmp_path):
+    pytest.importorskip("bitsandbytes", reason="quantization nf4 needs bitsandbytes")
+    texts = found("lab", tmp_path, quantization="nf4")
+    assert any("gradient differs by" in text for text in texts["note"]) and not texts["error"]
 
 
 def test_feedback_that_fails(model, tmp_path):

@@ -7,6 +7,8 @@ import logging
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -16,11 +18,15 @@ from safetensors.torch import load_file, save_file
 
 from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
 from firedistill.cli import main as cli
+from firedistill.models.errors import ModelError
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder, student_messages, teacher_messages
 from firedistill.recipes import OptionError, build_config, read_recipe
 from firedistill.rollouts.engine import Response
 from firedistill.run.checkpoints import CheckpointError, check, seal
 from firedistill.run.log import read_jsonl
+from firedistill.tasks import load_task
 from firedistill.tasks.feedback import structured_feedback
 from killable import RandomTask, killable_config, train
 from tiny import SPECIAL, ToyTask, byte_tokenizer, save_checkpoint
@@ -160,6 +166,124 @@ def test_texts_of_a_checkpoint_cannot_control_the_terminal(run, model, capsys):
     assert cli.main(["train", str(run)]) == 2
     told = capsys.readouterr().err
     assert "\x1b" not in told and "\u202e" not in told and len(told.splitlines()) == 1 and "method was" in told
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.up_proj.base_layer.weight"])
+def test_a_checkpoint_cannot_replace_base_weights(name, run, model):
+    path = run / "checkpoint-1" / "adapter_model.safetensors"
+    shape = (263, 32) if name == "lm_head.weight" else (48, 32)
+    save_file(load_file(path) | {f"base_model.model.{name}": torch.zeros(shape)}, path)
+    sealed_again(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match=f"holds base_model.model.{name}: not a LoRA factor"):
+        resume(model, run)
+
+
+def test_a_checkpoint_has_all_factors_and_finite_ones(run, model):
+    path = run / "checkpoint-1" / "adapter_model.safetensors"
+    factors = load_file(path)
+    save_file(dict(list(factors.items())[1:]), path)
+    sealed_again(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="adapter_model.safetensors is not complete"):
+        resume(model, run)
+    save_file({name: factor * float("nan") for name, factor in factors.items()}, path)
+    sealed_again(run / "checkpoint-1")
+    with pytest.raises(CheckpointError, match="values that are not finite"):
+        resume(model, run)
+
+
+# ---- Code next to files and in the working folder ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trap(tmp_path):
+    """A working folder with modules that leave a mark when they are imported."""
+    for name in ("accelerate", "argparse", "datasets", "difflib", "peft", "rich", "transformers", "yaml"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'a').write({name!r})\n")
+    return tmp_path
+
+
+def test_an_adapter_runs_no_code(run, tmp_path, monkeypatch):
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text(f"open({str(tmp_path / 'harm')!r}, 'w')\n")
+    (tmp_path / "megatron" / "core.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    adapter = run / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    attack = config | {"megatron_config": {"a": 1}, "megatron_core": "megatron.core"}
+    (adapter / "adapter_config.json").write_text(json.dumps(attack))
+    for command in ("eval", "inspect"):
+        assert cli.main([command, str(run), "--eval_size", "1"]) == 2
+    new = ["--initial_adapter", str(adapter), "--output_dir", str(tmp_path / "new")]
+    assert cli.main(["train", str(run / "config.yaml"), *new]) == 2
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "python -m"])
+def test_modules_in_the_working_folder_are_not_imported(trap, tmp_path_factory, launcher):
+    if launcher == "torchrun":
+        script = tmp_path_factory.mktemp("bin") / "firedistill"  # what pip installs
+        script.write_text(f"#!{sys.executable}\nimport sys\nfrom firedistill.cli.main import main\nsys.exit(main())\n")
+        script.chmod(0o755)
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node=1",
+            "--no-python",
+            script,
+        ]
+    else:
+        command = [sys.executable, "-m", "firedistill.cli"]
+    done = subprocess.run([*command, "train", "lab", "--help"], cwd=trap, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "RECIPE is a YAML file" in done.stdout, done.stderr
+    assert not (trap / "harm").exists()
+
+
+def test_the_users_modules_are_found_in_the_working_folder(trap, monkeypatch):
+    (trap / "of_mine.py").write_text(
+        "import yaml\nfrom tiny import ToyTask\nfrom firedistill.objectives.full_context import FullContext\n\n\n"
+        "class MyMethod(FullContext):\n    pass\n"
+    )
+    monkeypatch.chdir(trap)
+    before = list(sys.path)
+    assert type(load_objective("of_mine:MyMethod")).__name__ == "MyMethod"
+    sys.modules.pop("of_mine")
+    assert load_task("of_mine:ToyTask").name == "toy"
+    assert sys.path == before and not (trap / "harm").exists()
+    (trap / "incomplete.py").write_text("import not_installed_anywhere\n")
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        load_task("incomplete:Task")
+
+
+@pytest.fixture
+def indexed(model, tmp_path):
+    """A checkpoint whose weights are named by an index, next to a pickle that runs a command."""
+    folder = tmp_path / "base"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "evil.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["evil.bin", "../evil.safetensors", "/evil.safetensors", "a/b.safetensors", "evil.safetensors\n", "", "evil.pt"]
+)
+def test_an_index_names_safetensors_only(name, indexed, tmp_path):
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+    (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="only weights in safetensors files next to it are read"):
+        load_model_and_tokenizer(str(indexed))
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_configuration_names_no_weights(indexed, tmp_path):
+    config = json.loads((indexed / "config.json").read_text())
+    (indexed / "config.json").write_text(json.dumps(config | {"transformers_weights": "evil.bin"}))
+    with pytest.raises(ModelError, match="transformers_weights in config.json"):
+        load_model_and_tokenizer(str(indexed))
+    assert not (tmp_path / "harm").exists()
 
 
 # ---- Recipes and names -----------------------------------------------------------------------------------------------------

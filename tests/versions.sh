@@ -36,4 +36,4 @@ python="$folder/bin/python"
     grep -iE "^($(sed -E 's/[=<>].*//' "$bounds" | paste -sd '|' | sed 's/_/[_-]/g'))==" | paste -sd ' '
 "$python" -c "import firedistill; firedistill.SelfDistillTrainer"
 "$python" -m pytest tests/test_trainer.py -k "fire and not hard"
-"$python" -m pytest tests/test_rollouts.py tests/test_scoring.py tests/test_loading.py
+"$python" -m pytest tests/test_rollouts.py tests/test_teacher.py tests/test_loading.py

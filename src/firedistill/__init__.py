@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from firedistill.tasks import Example, Task, Verdict, load_task
-from firedistill.tasks.types import FeedbackField
-
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig
+    from firedistill.tasks import Example, FeedbackField, Task, Verdict, load_task
     from firedistill.trainer import SelfDistillTrainer
 
 __version__ = "0.1.0"
@@ -22,13 +20,10 @@ __all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch and transformers on first use: tasks and verifiers import quickly."""
-    if name == "SelfDistillConfig":
-        from firedistill.config import SelfDistillConfig
+    """Import what is asked for on first use: torch and transformers take seconds, and the command line first cleans the module path."""
+    if name not in __all__:
+        raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
+    from importlib import import_module
 
-        return SelfDistillConfig
-    if name == "SelfDistillTrainer":
-        from firedistill.trainer import SelfDistillTrainer
-
-        return SelfDistillTrainer
-    raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
+    home = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer"}.get(name, "tasks")
+    return getattr(import_module(f"firedistill.{home}"), name)

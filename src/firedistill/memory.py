@@ -13,10 +13,16 @@ logger = logging.getLogger(__name__)
 
 SMALLER_ROLLOUTS = "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens"
 SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
+LOADING = (
+    "use --quantization nf4, --model_dtype bfloat16 or a smaller model, end other programs that hold memory, or raise the memory "
+    "limit of the process"
+)
 SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
     "the same), turn gradient_checkpointing on, and resume with --allow_changes and their names"
 )
+# What PyTorch, CUDA, safetensors and the C library say.
+_EXHAUSTED = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 class OutOfMemory(ValueError):
@@ -26,7 +32,7 @@ class OutOfMemory(ValueError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that the memory of the accelerator or of the machine is exhausted."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+        isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _EXHAUSTED)
     )
 
 

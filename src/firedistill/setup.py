@@ -14,8 +14,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
+from firedistill.memory import LOADING, explained_memory
 from firedistill.models.loading import load_model_and_tokenizer
-from firedistill.models.lora import add_lora, load_adapter
+from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.tasks import Example, Task, load_task
@@ -90,6 +91,7 @@ def load_setup(
     if not hasattr(model, "peft_config"):
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
+    sort_targets(cast(PeftModel, model))
 
     if train_examples is None:
         train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
@@ -100,7 +102,8 @@ def load_setup(
     if not eval_examples:
         args.eval_strategy, args.eval_on_start = "no", False
     if not train and args.device.type == "cuda" and args.quantization is None:
-        cast(torch.nn.Module, model).to(args.device)  # `Trainer` does it where something is trained
+        with explained_memory(f"the model does not fit; {LOADING}"):
+            cast(torch.nn.Module, model).to(args.device)  # `Trainer` does it where something is trained
     return Setup(
         args=args,
         task=cast(Task, GuardedTask(task, args.task_timeout)),  # has the interface of a task

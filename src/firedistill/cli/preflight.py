@@ -22,6 +22,8 @@ from typing import Literal, cast
 
 import torch
 
+from firedistill.memory import LOADING, explained_memory
+from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.objectives import load_objective
@@ -74,6 +76,7 @@ def preflight(setup: Setup) -> list[Finding]:
         check_chat_template,
         check_tokens,
         check_adapter,
+        check_gradient,
         check_settings,
         check_disk,
         check_memory,
@@ -318,6 +321,28 @@ def check_adapter(setup: Setup) -> Iterator[Finding]:
             f"the initial adapter has rank {rank}, lora_r is {setup.args.lora_r}; the adapter's own rank is used",
             f"set lora_r to {rank}",
         )
+
+
+def check_gradient(setup: Setup) -> Iterator[Finding]:
+    """Gradients pass through quantised weights as through the weights that they stand for, after an evaluation too."""
+    model = setup.model
+    if not (quantized_layers(model) and any(p.requires_grad for p in model.parameters())):
+        return
+    tokens = torch.arange(32, device=next(model.parameters()).device)[None] % unwrap(model).config.get_text_config().vocab_size
+    fix = "train without --quantization, or with another version of the package that quantises"
+    try:
+        with explained_memory(LOADING):
+            difference = gradient_difference(model, tokens)
+    except RuntimeError as error:
+        yield Finding(
+            "error", "quantization", f"no gradient passes through the quantised weights: {' '.join(str(error).split())}", fix
+        )
+        return
+    text = f"the adapter's gradient differs by {difference:.1%} from its gradient through dequantised weights"
+    if difference > TOLERATED_DIFFERENCE:
+        yield Finding("error", "quantization", f"{text}, so that training would be wrong on this machine", fix)
+    else:
+        yield Finding("note", "quantization", text)
 
 
 # ---- Settings, disk, memory --------------------------------------------------------------------------------------------------

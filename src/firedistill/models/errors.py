@@ -7,16 +7,18 @@ from collections.abc import Iterator
 
 import transformers
 from huggingface_hub import errors as hub
-from safetensors import SafetensorError
+
+from firedistill.memory import LOADING, explained_memory, is_out_of_memory
 
 
 class ModelError(ValueError):
     """A model, tokenizer or adapter cannot be used; the message says why and what to do."""
 
 
-PICKLED = (
-    "{name} has pickled weights only. Opening a pickle executes code stored in it, so only safetensors are read. "
-    "If you trust the file, convert it once: load it with transformers and call save_pretrained"
+NO_WEIGHTS = (
+    "{name} has no weights in safetensors files (model.safetensors, or model.safetensors.index.json and its shards). Opening pickled "
+    "weights (*.bin, *.pt, *.pth) executes code stored in them, so they are not read. If you trust such a file, convert it once: load "
+    "it with transformers and call save_pretrained"
 )
 _UNREACHABLE = (
     "{name} is not a folder and not in the local Hugging Face cache, and the hub cannot be reached. "
@@ -34,11 +36,21 @@ _HUB_ERRORS = {
 
 @contextlib.contextmanager
 def explain_errors(name: str, part: str) -> Iterator[None]:
-    """Turn what the libraries raise while they read `part` of the model `name` into a `ModelError` of one line."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(explanation(name, part, error)) from error
+    """Turn whatever the libraries raise while they read `part` of the model `name` into one line.
+
+    Raises:
+        ModelError: the files cannot be read.
+        OutOfMemory: they do not fit into memory.
+    """
+    with explained_memory(f"loading {name} does not fit; {LOADING}"):
+        try:
+            yield
+        except BaseException as error:
+            # The Rust libraries panic at some malformed files, with an exception of a class of its own.
+            of_library = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+            if isinstance(error, ModelError) or is_out_of_memory(error) or not of_library:
+                raise
+            raise ModelError(explanation(name, part, error)) from error
 
 
 def explanation(name: str, part: str, error: BaseException) -> str:
@@ -52,8 +64,6 @@ def explanation(name: str, part: str, error: BaseException) -> str:
     text = str(error)
     if "trust_remote_code" in text:
         return f"{name} needs code from its own repository, which firedistill never executes"
-    if "safetensors" in text and ("does not appear to have a file" in text or "no file named" in text.lower()):
-        return PICKLED.format(name=name)
     if "model type" in text and "does not recognize" in text:
         return f"transformers {transformers.__version__} does not know the architecture of {name}; a newer version may"
     first_line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_REGEX
 
 from firedistill.models.errors import ModelError, explain_errors
+from firedistill.models.folders import check_weights
 from firedistill.models.tokens import set_stop_and_pad_tokens
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -123,9 +124,16 @@ def _convert(file: Path, folder: Path) -> None:
     gguf_config = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
     with explain_errors(str(file), "its weights"):
-        model = AutoModelForCausalLM.from_pretrained(
-            str(file.parent), gguf_file=file.name, dtype=torch.bfloat16, trust_remote_code=False, **options
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(file.parent),
+            gguf_file=file.name,
+            dtype=torch.bfloat16,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
         )
+        model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+        check_weights(model, found, str(file))
     _tie_twin_embeddings(model, {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors})
 
     config = model.config

@@ -11,29 +11,34 @@
 * `model.name_or_path` is a hub id or an absolute path, so that plain `peft.AutoPeftModelForCausalLM` loads an adapter of
   this model from any working directory.
 
-Only safetensors are read, because opening a pickle executes code. Code from a model repository is never executed.
+Only safetensors are read, because opening a pickle executes code. Code from a model repository is never executed. A model of the hub is
+downloaded first and then checked and loaded like a folder.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from firedistill.models.errors import PICKLED, ModelError, explain_errors
+from firedistill.models.errors import ModelError, explain_errors
+from firedistill.models.folders import check_folder, check_weights, weight_files
 from firedistill.models.gguf import SMOLLM2_SHA256, converted_gguf, smollm2_file
-from firedistill.models.tokens import set_stop_and_pad_tokens
+from firedistill.models.quantized import keep_trainable
+from firedistill.models.tokens import check_tokenizer, set_stop_and_pad_tokens
 
 # The tiny model that comes with the package; see docs/lab.md.
 LAB_FOLDER = Path(__file__).resolve().parents[1] / "lab"
 
 _DTYPES = ("bfloat16", "float16", "float32")
+# What is downloaded of a model besides the shards of its weights: configurations, tokenizer, chat template
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "model.safetensors"]
 
 
 def resolve_model(name: str, cache_dir: str | None = None) -> str:
@@ -50,8 +55,8 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
         `<cache>/models/<stem>-<first 12 digits of its sha256>`.
 
     Raises:
-        ModelError: the file or folder does not exist; the folder is not a checkpoint or holds only pickled weights; the
-            GGUF file cannot be converted faithfully; the package of `smollm2` is missing or its file was changed.
+        ModelError: the file or folder does not exist; the folder is not a checkpoint, is not complete, or has weights that are not
+            safetensors; the GGUF file cannot be converted faithfully; the package of `smollm2` is missing or its file was changed.
     """
     if name == "lab":
         return str(LAB_FOLDER)
@@ -63,7 +68,7 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
             raise ModelError(f"no such GGUF file: {path}")
         return converted_gguf(path.resolve(), cache_dir)
     if path.is_dir():
-        _check_checkpoint_folder(path)
+        check_folder(path, str(path))
         return str(path.resolve())
     if path.exists():
         raise ModelError(f"{path} is neither a checkpoint folder nor a .gguf file")
@@ -95,8 +100,9 @@ def load_model_and_tokenizer(
         The model, in evaluation mode, on the device where transformers puts it, and the tokenizer, padding on the left.
 
     Raises:
-        ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, custom code, pickled weights only,
-            an unknown dtype or quantization, a tokenizer without chat template.
+        ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, custom code, an unknown dtype or
+            quantization, a tokenizer that has no chat template or loses text, weights that are missing, of wrong shapes or not finite.
+        OutOfMemory: the model does not fit into memory.
     """
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r}; choose one of {', '.join(_DTYPES)}")
@@ -107,39 +113,42 @@ def load_model_and_tokenizer(
         options["attn_implementation"] = attn_implementation
 
     source = resolve_model(name)
-    hub: dict[str, Any] = {"trust_remote_code": False}
-    if revision is not None and not os.path.isdir(source):
-        hub["revision"] = revision
+    on_hub = not Path(source).is_dir()
+    folder = _downloaded(source, revision) if on_hub else source
     with explain_errors(name, "its configuration"):
-        config = AutoConfig.from_pretrained(source, **hub)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with explain_errors(name, "its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(source, **hub)
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"the tokenizer of {name} has no chat template. Training asks questions as chat messages, so use the "
-            "instruct variant of the model, or set `chat_template` in its tokenizer_config.json"
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        check_tokenizer(tokenizer, name)
     with explain_errors(name, "its weights"):
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, use_safetensors=True, **options, **hub)
-    # For add_lora: the adapter of a pinned base records the revision, or peft would load the main branch with it.
-    model.firedistill_revision = hub.get("revision")  # type: ignore[assignment]  # torch declares tensors and modules only
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, use_safetensors=True, trust_remote_code=False, output_loading_info=True, **options
+        )
+        model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
+        check_weights(model, found, name)
+        keep_trainable(model)
+    # An adapter records both, or peft would look for its base in the cache of this machine, or load the main branch.
+    model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = source
+    model.firedistill_revision = revision if on_hub else None  # type: ignore[assignment]  # torch declares tensors and modules only
     tokenizer.padding_side = "left"
-    set_stop_and_pad_tokens(model, tokenizer)
+    with explain_errors(name, "its special tokens"):
+        set_stop_and_pad_tokens(model, tokenizer)
     return model, tokenizer
 
 
-def _check_checkpoint_folder(folder: Path) -> None:
-    """Refuse a folder that `from_pretrained` cannot load, and say what the folder is instead."""
-    if not (folder / "config.json").is_file():
-        if (folder / "adapter_config.json").is_file():
-            raise ModelError(f"{folder} holds a LoRA adapter, not a model: load its base model and pass this as the adapter")
-        ggufs = sorted(folder.glob("*.gguf"))
-        hint = f"; pass the GGUF file itself, for instance {ggufs[0]}" if ggufs else ""
-        raise ModelError(f"{folder} has no config.json, so it is not a Hugging Face checkpoint{hint}")
-    if not any(folder.glob("*.safetensors")):
-        if any(file for pattern in ("pytorch_model*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)):
-            raise ModelError(PICKLED.format(name=folder))
-        raise ModelError(f"{folder} has a config.json but no weights (no *.safetensors file)")
+def _downloaded(name: str, revision: str | None) -> str:
+    """The folder in the hub's cache with the files of a model; downloads what is missing there.
+
+    Raises:
+        ModelError: there is no such model, or it is not a checkpoint in safetensors.
+    """
+    with explain_errors(name, "it from the Hugging Face hub"):
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"]))
+        if (folder / "model.safetensors.index.json").is_file() and (folder / "config.json").is_file():
+            # The folder is named by the commit, so that the shards are of the same one.
+            snapshot_download(name, revision=folder.name, allow_patterns=weight_files(folder, name))
+    check_folder(folder, name)
+    return str(folder)
 
 
 def _quantization_config(quantization: str, compute_dtype: str) -> transformers.BitsAndBytesConfig:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError, safe_open
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
+
+FACTORS = "adapter_model.safetensors"
 
 
 def add_lora(
@@ -33,14 +38,15 @@ def add_lora(
             silently leave, say, the attention of a model with a fused `qkv_proj` untrained.
     """
     layers = _linear_layers(model)
-    missing = [target for target in target_modules if not any(f".{name}".endswith(f".{target}") for name in layers)]
+    known_endings = {ending for name in layers for ending in _endings(name)}
+    missing = [target for target in target_modules if target not in known_endings]
     if missing:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise ModelError(f"no linear layer is named {', '.join(missing)}; this model has {', '.join(known)}")
     config = LoraConfig(
         task_type="CAUSAL_LM", r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(target_modules), bias="none"
     )
-    return get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))
+    return _adapted(model, config)
 
 
 def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_base: bool = True) -> PeftModel:
@@ -52,37 +58,182 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_
         check_base: refuse an adapter that names another base model, even if its shapes fit.
 
     Raises:
-        ModelError: the folder is not a LoRA adapter, belongs to another base model, or contradicts itself. `model` is
-            unchanged then.
+        ModelError: the folder is not a LoRA adapter, has a setting that is not supported, belongs to another base model, or holds other
+            tensors than the finite LoRA factors of the layers that it declares. `model` is unchanged then.
     """
     folder = Path(path).expanduser()
-    config = _adapter_config(folder)
-    base, here = config.get("base_model_name_or_path"), model.name_or_path
+    settings = read_adapter_settings(folder)
+    base, here = settings.pop("base_model_name_or_path", None), model.name_or_path
     if check_base and base and here and _base_label(base) != _base_label(here):
         raise ModelError(
             f"the adapter in {folder} was made for {base}, not for {here}. If these are the same weights under another "
             "name, correct base_model_name_or_path in its adapter_config.json"
         )
-    _check_shapes(model, folder, config)
-    return PeftModel.from_pretrained(model, str(folder.resolve()), is_trainable=True)
+    factors = read_factors(folder / FACTORS, _declared_factors(model, folder, settings))
+    adapted = _adapted(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    set_peft_model_state_dict(adapted, factors)
+    return adapted
 
 
-def _linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def read_factors(file: Path, expected: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """The tensors of an adapter, on the CPU.
+
+    peft would also load tensors of the base model from this file, and would leave missing factors at their initial values.
+
+    Args:
+        file: `adapter_model.safetensors`.
+        expected: shapes by name in the file. The file must hold these tensors and no others.
+
+    Raises:
+        ModelError: the file is missing or damaged; a tensor is missing, unexpected, of another shape, not floating-point or not finite.
+    """
+    try:
+        factors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} is damaged or cannot be read: {error}") from error
+    if foreign := sorted(factors.keys() - expected.keys()):
+        raise ModelError(
+            f"{file} holds {_some(foreign)}: not a LoRA factor of a layer that the adapter declares and the base model has. "
+            "Use the base model of the adapter; tensors of the base model itself are not read from an adapter"
+        )
+    if missing := sorted(expected.keys() - factors.keys()):
+        raise ModelError(f"{file} is not complete: it lacks {_some(missing)}")
+    for name, tensor in factors.items():
+        if list(tensor.shape) != list(expected[name]):
+            raise ModelError(
+                f"{file} does not fit: {name} has shape {list(tensor.shape)}, base model and adapter settings give "
+                f"{list(expected[name])}; use the base model and the settings with which the adapter was saved"
+            )
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise ModelError(f"{file} cannot be used: {name} holds values that are not finite numbers; use an earlier adapter")
+    return factors
+
+
+def factor_shapes(model: PeftModel) -> dict[str, Sequence[int]]:
+    """Shapes of the tensors that `save_pretrained` writes for the active adapter, by their names in the file."""
+    saved = get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
+    return {name: tensor.shape for name, tensor in saved.items()}
+
+
+def sort_targets(model: PeftModel) -> PeftModel:
+    """Sort the target modules of all adapters, in place. peft keeps a set and writes it in an order that differs between processes."""
+    for config in model.peft_config.values():
+        if isinstance(targets := getattr(config, "target_modules", None), set):
+            cast(LoraConfig, config).target_modules = sorted(targets)
+    return model
+
+
+def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
+    return sort_targets(cast(PeftModel, get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))))
+
+
+def _linear_layers(model: torch.nn.Module) -> dict[str, Any]:
     """All modules with the interface of a linear layer; this includes 4-bit ones, whose weights are stored packed."""
     return {name: m for name, m in model.named_modules() if hasattr(m, "in_features") and hasattr(m, "out_features")}
 
 
-def _adapter_config(folder: Path) -> dict[str, Any]:
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
+def _endings(layer: str) -> list[str]:
+    """The names by which a target or a pattern can mean a layer: its own, and every part of it that follows a dot."""
+    parts = layer.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts))]
+
+
+# ---- Settings of a saved adapter ---------------------------------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value <= 1e9
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_name(value: Any) -> bool:
+    """Letters, digits, underscores and dots: peft reads patterns as regular expressions, of which these take no time."""
+    return isinstance(value, str) and re.fullmatch(r"[\w.]{1,1000}", value) is not None
+
+
+def _is_pattern(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(_is_name(name) and fits(of_name) for name, of_name in value.items())
+
+
+# What is taken from adapter_config.json: what a value must be, and the check.
+_TAKEN: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("a whole number above 0", _is_rank),
+    "lora_alpha": ("a number above 0, at most 1e9", _is_number),
+    "target_modules": (
+        "a list of names of linear layers; regular expressions are not read",
+        lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_name, value)),
+    ),
+    "lora_dropout": ("a number from 0 to below 1", lambda value: type(value) in (int, float) and 0 <= value < 1),
+    "use_rslora": ("true or false", lambda value: isinstance(value, bool)),
+    "rank_pattern": ("plain names of layers with a whole number above 0 each", lambda value: _is_pattern(value, _is_rank)),
+    "alpha_pattern": ("plain names of layers with a number above 0 each", lambda value: _is_pattern(value, _is_number)),
+    "base_model_name_or_path": ("text", lambda value: isinstance(value, str)),
+    "revision": ("text", lambda value: isinstance(value, str)),
+}
+_REQUIRED = ("r", "lora_alpha", "target_modules")
+# Descriptions without an effect on what is computed, whatever their values
+_DESCRIPTIONS = {"peft_type", "peft_version", "inference_mode", "auto_mapping"}
+# Values beyond peft's default that change nothing: the saved factors replace the initial ones.
+_HARMLESS = {"init_lora_weights": (True, False, "gaussian"), "task_type": (None, "CAUSAL_LM")}
+
+
+def read_adapter_settings(folder: Path) -> dict[str, Any]:
+    """The settings of a saved LoRA adapter, as keyword arguments of `LoraConfig`.
+
+    Some settings make peft import modules, run regular expressions or change the base model. What is read is therefore an allow-list;
+    every other setting must be off.
+
+    Raises:
+        ModelError: the folder is not a LoRA adapter, or a setting is missing, malformed or not supported; names it.
+    """
+    for name in ("adapter_config.json", FACTORS):
         if not (folder / name).is_file():
             raise ModelError(f"{folder} is not an adapter: it has no {name} (pickled adapters are not read)")
+    file = folder / "adapter_config.json"
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{folder / 'adapter_config.json'} is not valid JSON: {error}") from error
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is not a LoRA adapter")
-    return config
+    if missing := [key for key in _REQUIRED if key not in config]:
+        raise ModelError(f"{file} has no {', '.join(missing)}")
+    defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
+    settings = {key: config[key] for key in _TAKEN if key in _REQUIRED or config.get(key) is not None}
+    for key, value in config.items():
+        if key in settings:
+            expected, fits = _TAKEN[key]
+            if not fits(value):
+                raise ModelError(f"{file}: {key} is {_short(value)}; expected {expected}")
+        elif key not in _DESCRIPTIONS and value not in _HARMLESS.get(key, (None, False, [], {}, defaults.get(key))):
+            raise ModelError(
+                f"{file}: {key} is {_short(value)}, which is not supported. Supported are plain LoRA factors of linear layers, which "
+                "leave the base model as it is"
+            )
+    return settings
+
+
+def _declared_factors(model: torch.nn.Module, folder: Path, settings: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Shapes of the factors that the settings of an adapter declare for `model`, by their names in a file."""
+    layers = {name: (layer, set(_endings(name))) for name, layer in _linear_layers(model).items()}
+    known = set().union(*(endings for _, endings in layers.values()))
+    for key in ("target_modules", "rank_pattern", "alpha_pattern"):
+        if unknown := [name for name in settings.get(key, ()) if name not in known]:
+            raise ModelError(
+                f"the adapter in {folder} was made for another base model: {key} names {_some(unknown)}, and this model has no such "
+                "linear layer"
+            )
+    targets, ranks = set(settings["target_modules"]), settings.get("rank_pattern", {})
+    expected: dict[str, Sequence[int]] = {}
+    for name, (layer, endings) in layers.items():
+        if targets & endings:
+            rank = next((ranks[pattern] for pattern in ranks if pattern in endings), settings["r"])
+            expected[f"base_model.model.{name}.lora_A.weight"] = [rank, layer.in_features]
+            expected[f"base_model.model.{name}.lora_B.weight"] = [layer.out_features, rank]
+    return expected
 
 
 def _base_label(name: str) -> str:
@@ -91,32 +242,11 @@ def _base_label(name: str) -> str:
     return (snapshot[1].split("--") if snapshot else re.split(r"[/\\]", name.rstrip("/\\")))[-1].lower()
 
 
-def _check_shapes(model: torch.nn.Module, folder: Path, config: dict[str, Any]) -> None:
-    """Compare the shapes of the saved factors with the layers of `model`.
+def _some(names: Sequence[str]) -> str:
+    """The first names and the number of the others."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-    peft ignores factors of layers that the model lacks, and finds other mismatches only after it has changed the model.
-    """
-    file = folder / "adapter_model.safetensors"
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise ModelError(f"{file} is damaged: {error}") from error
-    if not any(".lora_A." in key for key in shapes):
-        raise ModelError(f"{folder} holds no LoRA factors")
-    layers = _linear_layers(model)
-    ranks = {config.get("r"), *(config.get("rank_pattern") or {}).values()}
-    other_base = f"the adapter in {folder} was made for another base model"
-    for key, shape in shapes.items():
-        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", key)
-        if match is None:
-            continue
-        name, factor = match.groups()
-        if name not in layers:
-            raise ModelError(f"{other_base}: this model has no linear layer {name}")
-        rank, width = shape if factor == "A" else shape[::-1]
-        expected = layers[name].in_features if factor == "A" else layers[name].out_features
-        if width != expected:
-            raise ModelError(f"{other_base}: {name} has {expected} features in this model, {width} in the adapter")
-        if rank not in ranks:
-            raise ModelError(f"{folder} contradicts itself: its config says rank {config.get('r')}, {name} has rank {rank}")
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else text[:100] + " ..."

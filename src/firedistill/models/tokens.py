@@ -18,6 +18,30 @@ _PAD_TOKENS = (
     "<|endoftext|> <pad> [PAD] <|pad|> <|finetune_right_pad_id|> <|fim_pad|> <|vision_pad|> <|reserved_special_token_0|> <unk>"
 )
 
+# Lowercase letters and digits, which every tokenizer of a language model knows
+_PROBE = "the quick brown fox jumps over 13 lazy dogs, 267 times 49 + 58 = ?"
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse the tokenizer of the model `name` if it has no chat template, or if text does not survive encoding.
+
+    Without its vocabulary (a missing `tokenizer.json`), a tokenizer encodes every text to nothing or to unknown tokens.
+
+    Raises:
+        ModelError: says which.
+    """
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer of {name} has no chat template. Training asks questions as chat messages, so use the "
+            "instruct variant of the model, or set `chat_template` in its tokenizer_config.json"
+        )
+    decoded = cast(str, tokenizer.decode(tokenizer(_PROBE, add_special_tokens=False).input_ids))
+    if lost := sorted(set(_PROBE) - set(decoded.lower()) - {" "}):
+        raise ModelError(
+            f"the tokenizer of {name} loses text: it decodes {_PROBE!r} to {decoded[:80]!r}, without {' '.join(lost)}. Check that its "
+            "files (tokenizer.json, or the vocabulary that the tokenizer reads) are in the folder and complete"
+        )
+
 
 def set_stop_and_pad_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make the end of a chat turn stop generation, and pad with a token that does not stop it; in place.

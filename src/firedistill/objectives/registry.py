@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from firedistill.coerce import coerce
+from firedistill.imports import import_users_module
 from firedistill.objectives.base import Objective
 
 _REGISTRY: dict[str, type[Objective]] = {}
@@ -40,7 +40,7 @@ def objective_class(name: str) -> type[Objective]:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            cls = getattr(importlib.import_module(module), attribute)
+            cls = getattr(import_users_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"method {name!r} could not be loaded: {error}") from error
         if not (isinstance(cls, type) and issubclass(cls, Objective)):

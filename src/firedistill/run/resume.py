@@ -14,14 +14,15 @@ from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 
 from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
+from firedistill.models.errors import ModelError
+from firedistill.models.lora import FACTORS, factor_shapes, read_factors
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.directory import FINISHED, RunLock, mark_finished, remove, remove_run
@@ -371,15 +372,8 @@ def copy_of(write: Callable[[Path], None], name: str) -> str:
 
 def load_adapter_weights(model: PeftModel, folder: Path) -> None:
     """Load the stored adapter weights in place; raises CheckpointError if they are missing, damaged, or of another adapter."""
-    path = folder / "adapter_model.safetensors"
     try:
-        stored: dict[str, Tensor] = load_file(path)
-        found: Any = set_peft_model_state_dict(model, stored, adapter_name=model.active_adapters[0])
-    except (OSError, SafetensorError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    missing, unexpected = sorted(trainable.intersection(found.missing_keys)), list(found.unexpected_keys)
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{path} belongs to another model or adapter: missing are {missing[:3]}, unexpected are {unexpected[:3]}"
-        )
+        factors = read_factors(folder / FACTORS, factor_shapes(model))
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    set_peft_model_state_dict(model, factors, adapter_name=model.active_adapters[0])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import os
-import sys
+from types import ModuleType
 
+from firedistill.imports import import_users_module, is_missing
 from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
 from firedistill.tasks.sources import DataError
@@ -63,26 +63,16 @@ def _own_task(module_name: str, class_name: str) -> Task:
     return task
 
 
-def _import(module_name: str):
+def _import(module_name: str) -> ModuleType:
     try:
-        return importlib.import_module(module_name)
+        return import_users_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.partition(".")[0]):
-            raise  # the module exists; something that it imports does not
-        missing = error
-    # Unlike `python`, the command line does not search the current folder.
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name not in (module_name, module_name.partition(".")[0]):
+        if not is_missing(module_name, error):
             raise
         raise ValueError(
             f"unknown task: found no module {module_name!r} on the Python path or in {os.getcwd()}."
             f"{_suggestion(module_name)} {_known_names()}"
-        ) from missing
-    finally:
-        sys.path.remove(os.getcwd())
+        ) from error
 
 
 def _suggestion(name: str) -> str:
