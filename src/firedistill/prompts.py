@@ -13,6 +13,8 @@ from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from firedistill.models.tokens import render
+from firedistill.tasks.guard import TaskFault
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField
 
@@ -58,6 +60,14 @@ def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackFi
     return [{"role": "user", "content": content}]
 
 
+def shown_prompt(task: Task, encoder: PromptEncoder, example: Example) -> str:
+    """The student prompt as text, for people to read; in its place the reason if it cannot be built this time."""
+    try:
+        return encoder.render(student_messages(task, example))
+    except TaskFault as fault:
+        return f"[{fault}]"
+
+
 @dataclass(frozen=True)
 class TokenBudget:
     """Limits in tokens; a prompt over its limit leaves its example out, feedback over its limit is cut field by field."""
@@ -88,7 +98,11 @@ class PromptEncoder:
         self.control_tokens = sorted((c for c in control if len(c) > 1), key=len, reverse=True)
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Token ids of the messages followed by the opening of the assistant's turn."""
+        """Token ids of the messages followed by the opening of the assistant's turn.
+
+        Raises:
+            TaskFault: the chat template raises, takes too long, or drops a message.
+        """
         if not any(token in message["content"] for message in messages for token in self.control_tokens):
             return self._encode_pieces([self.render(messages)])
         return self._encode_pieces(self._cut(self._segments(messages)))
@@ -102,8 +116,12 @@ class PromptEncoder:
         return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def render(self, messages: list[Message]) -> str:
-        """The conversation as text, for people to read."""
-        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        """The conversation as text, followed by the opening of the assistant's turn.
+
+        Raises:
+            TaskFault: the chat template raises or takes too long.
+        """
+        return render(self.tokenizer, messages, open_answer=True)
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
         return [token for piece in pieces for token in self.tokenizer(well_formed(piece), add_special_tokens=False).input_ids]
@@ -134,7 +152,7 @@ class PromptEncoder:
         for message, mark in zip(messages, marks, strict=True):
             before, found, rest = rest.partition(mark)
             if not found:
-                raise ValueError("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
+                raise TaskFault("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
             segments += [(False, before), (True, message["content"])]
         return [*segments, (False, rest)]
 
