@@ -47,7 +47,11 @@ def test_fields_within_the_limit_are_attributed(checkpoint, tmp_path):
     ("count", "changes", "complaint"),
     [
         (MAX_FIELDS + 1, {}, f"the feedback has {MAX_FIELDS + 1} fields; attribution is limited to {MAX_FIELDS}"),
-        (20, {"max_context_tokens": 700, "max_prompt_tokens": 400}, r"the teacher view has \d+ tokens, max_context_tokens is 700"),
+        (
+            20,
+            {"max_context_tokens": 700, "max_prompt_tokens": 400},
+            r"the teacher view has \d+ tokens, max_context_tokens is 700",
+        ),
     ],
 )
 def test_what_training_would_not_read_is_not_inspected(count, changes, complaint, checkpoint, tmp_path, caplog):
@@ -59,7 +63,9 @@ def test_what_training_would_not_read_is_not_inspected(count, changes, complaint
 
 
 def test_the_command_says_so_in_one_line(checkpoint, tmp_path, capsys):
-    config = run_config(checkpoint, tmp_path / "run", task="test_attribution:Fields", max_context_tokens=300, max_prompt_tokens=200)
+    config = run_config(
+        checkpoint, tmp_path / "run", task="test_attribution:Fields", max_context_tokens=300, max_prompt_tokens=200
+    )
     config.save_yaml(tmp_path / "mine.yaml")
     assert cli.main(["inspect", str(tmp_path / "mine.yaml"), "--use_cpu", "true"]) == 2
     told = capsys.readouterr().err

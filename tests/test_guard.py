@@ -79,8 +79,9 @@ class Faulty(ToyTask):
             raise ZeroDivisionError("by zero\nand more")
         if self.how == "exit":
             raise SystemExit(3)
-        if self.how in ("generator", "sandbox", "unreadable"):
-            raise {"generator": GeneratorExit, "sandbox": SandboxTimeout, "unreadable": Unreadable}[self.how](0)
+        errors = {"generator": GeneratorExit, "stop": StopIteration, "sandbox": SandboxTimeout, "unreadable": Unreadable}
+        if self.how in errors:
+            raise errors[self.how](0)
         if self.how == "nonsense":
             return {"correct": True}
         if self.how == "fields":
@@ -97,7 +98,7 @@ class Faulty(ToyTask):
         return self.act(example, "feedback") or super().feedback(example, response, verdict)
 
 
-RAISING = ["raise", "exit", "nonsense", "generator", "sandbox", "unreadable"]
+RAISING = ["raise", "exit", "nonsense", "generator", "stop", "sandbox", "unreadable"]
 HANGING = [
     "loop",
     "sleep",
@@ -203,6 +204,24 @@ class Careless(ToyTask):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.alarm(60)
         return super().verify(example, response)
+
+
+class Forking(ToyTask):
+    """A sandbox whose child process raises instead of ending."""
+
+    def verify(self, example, response):
+        child = os.fork()
+        if child == 0:
+            raise SystemExit(3)
+        assert os.waitpid(child, 0)[1] != 0
+        return super().verify(example, response)
+
+
+def test_a_process_that_a_verifier_forks_does_not_go_on_as_a_second_trainer(tmp_path):
+    task, main = GuardedTask(Forking(), 30), os.getpid()
+    assert task.verify(task.examples("train", 1)[0], "ab").correct
+    if os.getpid() != main:
+        os._exit(0)
 
 
 def state_of_the_process():
@@ -312,6 +331,7 @@ def endless():
         ((1 / 0 for _ in "a"), "raised ZeroDivisionError"),
         ([FeedbackField("a", "b"), FeedbackField("a", "c")], "field 'a': two fields have this name"),
         ([FeedbackField("1", "b"), FeedbackField(1, "c")], "field '1': two fields have this name"),
+        ([FeedbackField("a", "b" * 600_000), FeedbackField("c", "d" * 600_000)], "1,200,000 characters in all"),
         ([FeedbackField("full", "b")], "field 'full': this name stands for the feedback as a whole"),
         *(([FeedbackField("a", value)], "FeedbackField.text") for value in [None, *NO_TEXTS]),
         *(([FeedbackField(value, "a")], "FeedbackField.name") for value in [None, *NO_TEXTS]),

@@ -60,6 +60,13 @@ def test_special_tokens_in_text_are_ordinary_text(attack):
     assert not {0, 1, 2} & set(encoder.encode_text(attack))
 
 
+def test_a_text_full_of_special_tokens_takes_linear_time():
+    encoder = PromptEncoder(byte_tokenizer())
+    text = "<|im_end|>" * 40_000  # quadratic time would not finish
+    ids = encoder.encode_text(text)
+    assert len(ids) == len(text) and not {0, 1, 2} & set(ids)
+
+
 def test_plain_text_is_tokenised_as_the_chat_template_would():
     tokenizer = byte_tokenizer()
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "  hello\n"}]

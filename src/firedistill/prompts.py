@@ -7,6 +7,7 @@ ordinary characters and can neither end a turn nor open one.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -91,11 +92,11 @@ class PromptEncoder:
                 "choose one, or set tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
-        # Longest first: one special token may begin with another.
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         control = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         control |= {content for content in added if content in tokenizer.chat_template}
-        self.control_tokens = sorted((c for c in control if len(c) > 1), key=len, reverse=True)
+        tokens = "|".join(re.escape(content) for content in sorted(control) if len(content) > 1)
+        self.control_token = re.compile(f"(?={tokens})" if tokens else "(?!)")  # where one begins; they may overlap
 
     def encode(self, messages: list[Message]) -> list[int]:
         """Token ids of the messages followed by the opening of the assistant's turn.
@@ -103,7 +104,7 @@ class PromptEncoder:
         Raises:
             TaskFault: the chat template raises, takes too long, or drops a message.
         """
-        if not any(token in message["content"] for message in messages for token in self.control_tokens):
+        if not any(self.control_token.search(message["content"]) for message in messages):
             return self._encode_pieces([self.render(messages)])
         return self._encode_pieces(self._cut(self._segments(messages)))
 
@@ -124,7 +125,8 @@ class PromptEncoder:
         return render(self.tokenizer, messages, open_answer=True)
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        return [token for piece in pieces for token in self.tokenizer(well_formed(piece), add_special_tokens=False).input_ids]
+        ids = self.tokenizer([well_formed(piece) for piece in pieces], add_special_tokens=False).input_ids
+        return [token for of_piece in ids for token in of_piece]
 
     def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.
@@ -133,16 +135,13 @@ class PromptEncoder:
         """
         pieces, open_piece = [], ""
         for is_content, text in segments:
-            while is_content and (found := self._first_control_token(text)) is not None:
-                start = found + 1  # between the first character of the token and the rest
-                pieces.append(open_piece + text[:start])
-                open_piece, text = "", text[start:]
-            open_piece += text
+            start = 0
+            for found in self.control_token.finditer(text) if is_content else ():
+                end = found.start() + 1  # between the first character of the token and the rest
+                pieces.append(open_piece + text[start:end])
+                open_piece, start = "", end
+            open_piece += text[start:]
         return [*pieces, open_piece]
-
-    def _first_control_token(self, text: str) -> int | None:
-        positions = [text.find(token) for token in self.control_tokens]
-        return min((position for position in positions if position >= 0), default=None)
 
     def _segments(self, messages: list[Message]) -> list[tuple[bool, str]]:
         """Template text and contents in turn, found by rendering marks in the contents' place."""

@@ -20,7 +20,7 @@ from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 logger = logging.getLogger(__name__)
 
-MAX_CHARACTERS = 1_000_000  # of a text of a task; longer ones would take minutes to tokenize
+MAX_CHARACTERS = 1_000_000  # of a prompt, and of the feedback about a response; longer ones would take minutes to tokenize
 MAX_FIELDS = 1000  # of feedback: a generator may have no end
 Result = TypeVar("Result")
 
@@ -170,6 +170,8 @@ def read_feedback(value: Any, where: str) -> tuple[FeedbackField, ...]:
             raise TaskFault(f"{where}: field {name!r}: {reason}; give the field another one")
         same = name is item.name and text is item.text
         fields[name] = item if same else replace(item, name=name, text=text)
+    if (characters := sum(len(field.text) for field in fields.values())) > MAX_CHARACTERS:
+        raise TaskFault(f"{where}: the fields have {characters:,} characters in all, expected at most {MAX_CHARACTERS:,}")
     return tuple(fields.values())
 
 

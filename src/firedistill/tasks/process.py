@@ -113,16 +113,20 @@ def kept_state() -> Iterator[None]:
 
     That is: the working directory, `sys.stdin`, `sys.stdout` and `sys.stderr`, PyTorch's gradient mode, default dtype and number of
     threads, and, in the main thread, the handlers of the signals that stop a run. The alarm timer starts disarmed; one that was running
-    is continued afterwards. The global random generators are left alone, since a task may draw from them.
+    is continued afterwards. A process that the block forks ends with the block. The global random generators are left alone, since a
+    task may draw from them.
     """
     folder, streams, settings = _working_directory(), (sys.stdin, sys.stdout, sys.stderr), _torch_settings()
     in_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main}
+    process = os.getpid()
     started, (left, interval) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, 0) if in_main and _ALARM else (0.0, 0.0)
     ring = signal.getsignal(signal.SIGALRM) if left else None
     try:
         yield
     finally:
+        if os.getpid() != process:  # or there would be two trainers
+            os._exit(1)
         if folder is not None and _working_directory() != folder:
             with suppress(OSError):
                 os.chdir(folder)
