@@ -23,6 +23,7 @@ from firedistill.teacher import Teacher
 from tiny import ToyTask, byte_tokenizer, random_model, run_trainer
 
 CUDA_ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB"
+KERNEL_ERRORS = ["could not create a primitive", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...", "std::bad_alloc"]
 CPU_ERROR = "[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"
 
 
@@ -61,7 +62,17 @@ def sizes_tried(limit: BatchLimit, fits: int, error: Exception | None = None) ->
     return tried
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(CUDA_ERROR), MemoryError(), RuntimeError(CPU_ERROR)], ids=repr)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(CUDA_ERROR),
+        MemoryError(),
+        RuntimeError(CPU_ERROR),
+        OSError(12, "Cannot allocate memory"),
+        *map(RuntimeError, KERNEL_ERRORS),
+    ],
+    ids=repr,
+)
 def test_a_limit_is_halved_until_the_work_fits_and_stays(error, caplog):
     assert is_out_of_memory(error)
     limit = BatchLimit(33, "rollout_batch_size", "")
@@ -251,6 +262,46 @@ def test_a_run_samples_and_evaluates_in_smaller_batches(checkpoint, tmp_path):
     assert rows[0]["out_of_memory"] == 8 and "out_of_memory" not in rows[1]
     assert [row["generated_tokens"] for row in rows] == [row["generated_tokens"] for row in expected]
     assert [row["accuracy"] for row in evaluations] == [row["accuracy"] for row in expected_evaluations]
+
+
+@pytest.mark.parametrize("error", KERNEL_ERRORS)
+def test_an_evaluation_continues_in_smaller_batches_whatever_library_runs_out_of_memory(error, checkpoint, tmp_path):
+    trainer = run(checkpoint, tmp_path / "run", eval_size=4, eval_batch_size=32)
+    with memory_for(trainer.model, sequences=2, error=RuntimeError(error)):
+        assert trainer.evaluate()["eval_n"] == 4
+    assert trainer.limits["evaluation"].size == 2
+
+
+def test_an_evaluation_that_does_not_fit_names_its_own_options(checkpoint, tmp_path):
+    trainer = run(checkpoint, tmp_path / "run", eval_size=4)
+    with memory_for(trainer.model, sequences=0), pytest.raises(OutOfMemory, match="evaluation does not fit; lower eval_batch_"):
+        trainer.evaluate()
+
+    class Engine:
+        def generate(self, *arguments, **options):
+            raise torch.OutOfMemoryError(CUDA_ERROR)
+
+    trainer.eval_engine = Engine()
+    with pytest.raises(OutOfMemory, match="evaluation does not fit; lower eval_batch_size"):
+        trainer.evaluate()
+
+
+def test_attributions_that_do_not_fit_are_left_out_of_the_run(checkpoint, tmp_path, caplog):
+    trainer = run(checkpoint, tmp_path / "run", max_steps=1, attribution_examples=1, eval_size=0)
+    inspected, saved = [], trainer.save_attributions
+
+    def short_of_memory(step):
+        before = trainer.teacher.limit.size, trainer.teacher.share_prefixes
+        with memory_for(trainer.model, tokens=200 if step else 10):  # enough to sample, and not even that
+            saved(step)
+        trainer.teacher.limit.size, trainer.teacher.share_prefixes = before
+        inspected.append(step)
+
+    trainer.save_attributions = short_of_memory
+    rows_of(trainer)
+    assert inspected == [0, 1] and not (tmp_path / "run" / "attribution").exists()
+    assert "the attribution of step 0 is missing (out of memory" in caplog.text and "sampling does not fit" in caplog.text
+    assert "scoring a single response does not fit" in caplog.text and "left out of the attribution" in caplog.text
 
 
 def test_a_run_whose_smallest_teacher_pass_does_not_fit(checkpoint, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import shutil
 import time
 
@@ -12,7 +13,9 @@ import torch
 
 from firedistill import Example, Verdict, load_task
 from firedistill.cli import main as cli
+from firedistill.cli import preflight as checks
 from firedistill.cli.preflight import CHECKED, memory_estimate, preflight
+from firedistill.models import tokens
 from firedistill.models.quantized import gradient_difference
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.setup import load_setup
@@ -25,6 +28,9 @@ def model(tmp_path_factory):
     return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
 
 
+ENDLESS = (
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+)
 HELD_OUT = [Example(f"toy/eval/{i}", f"Another question {i}", "even", solution="ab") for i in range(3)]
 
 
@@ -133,9 +139,12 @@ def test_prompts_against_the_budgets(model, tmp_path):
         ("fixed{% if add_generation_prompt %}>{% endif %}", "shows the user's message 0 times"),
         ("{% for m in messages %}{{ m['content'] }}{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}", "2 times"),
         ("{{ raise_exception('no users here') }}", "cannot render a message"),
+        (ENDLESS, "cannot render a message: the chat template took longer than 0.2 s"),
     ],
 )
-def test_chat_templates(template, complaint, model, tmp_path):
+def test_chat_templates(template, complaint, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "TEMPLATE_SECONDS", 0.2)
+    monkeypatch.setattr(checks, "CHECK_SECONDS", 0.3)
     texts = found(model, tmp_path, change=lambda setup: setattr(setup.tokenizer, "chat_template", template))
     assert any(complaint in text for text in texts["error"])
 
@@ -219,6 +228,74 @@ def test_feedback_that_fails(model, tmp_path):
             return response[0]
 
     assert "feedback: it fails for 12 of 12 examples" in only(found(model, tmp_path, Silent()), "error")
+
+
+class Hanging(ToyTask):
+    """A method of it never returns."""
+
+    def __init__(self, method: str):
+        self.method, self.calls = method, 0
+
+    def wait(self, method):
+        if method == self.method:
+            self.calls += 1
+            time.sleep(60)
+
+    def prompt(self, example):
+        self.wait("prompt")
+        return super().prompt(example)
+
+    def verify(self, example, response):
+        self.wait("verify")
+        return super().verify(example, response)
+
+    def feedback(self, example, response, verdict):
+        self.wait("feedback")
+        return super().feedback(example, response, verdict)
+
+
+@pytest.mark.parametrize("method", ["verify", "feedback", "prompt"])
+def test_methods_that_hang_are_not_called_for_every_example(method, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "CHECK_SECONDS", 0.25)
+    task = Hanging(method)
+    texts = found(model, tmp_path, task, task.examples("train", 300), task_timeout=0.1)
+    assert task.calls < 30
+    shown = "\n".join(texts["error"] + texts["warning"])
+    assert f"{method} of Hanging took longer than 0.1 s (task_timeout)" in shown and texts["error"]
+    assert re.search(r"the check stopped after \d+ of (256|16) examples, because 0.25 s had passed -> make .* faster", shown)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "complaint"),
+    [
+        (Verdict({}, None, "even"), "verify of Verdicts: Verdict.correct is a dict, expected True or False"),
+        (Verdict(True, ["a"], "even"), "verify of Verdicts: Verdict.submitted is a list, expected text"),
+        (Verdict(float("nan"), None, "even"), "Verdict.correct is a float"),
+        (Verdict(True, None, "even", failed=True), "verify marks its verdict as failed"),
+        ("right", "verify of Verdicts returned a str, expected a Verdict"),
+    ],
+)
+def test_verdicts_of_other_types(verdict, complaint, model, tmp_path):
+    class Verdicts(ToyTask):
+        def verify(self, example, response):
+            return verdict
+
+    texts = found(model, tmp_path, Verdicts())
+    assert len(texts["error"]) == 2
+    assert "12 of 12 golds cannot be judged: toy/train/0, " in texts["error"][0] and complaint in texts["error"][0]
+
+
+def test_prompts_and_feedback_of_other_types(model, tmp_path):
+    class Odd(ToyTask):
+        def prompt(self, example):
+            return [example.question]
+
+        def feedback(self, example, response, verdict):
+            return {"hint": "even"}
+
+    texts = "\n".join(found(model, tmp_path, Odd())["error"])
+    assert "12 of 12 cannot be built and are left out: toy/train/0: prompt of Odd returned a list, expected text" in texts
+    assert "feedback: it fails for 12 of 12 examples: toy/train/0: feedback of Odd returned a dict" in texts
 
 
 def test_disk_and_memory(model, tmp_path, monkeypatch):

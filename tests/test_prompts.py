@@ -5,7 +5,21 @@ from __future__ import annotations
 import pytest
 
 from firedistill import FeedbackField
-from firedistill.prompts import CUT_MARK, PromptEncoder, fair_share, fit_feedback, student_messages, teacher_messages
+from firedistill.models import tokens
+from firedistill.models.tokens import end_of_turn_id
+from firedistill.prompts import (
+    CUT_MARK,
+    PromptEncoder,
+    TokenBudget,
+    fair_share,
+    fit_feedback,
+    shown_prompt,
+    student_messages,
+    teacher_messages,
+)
+from firedistill.rollout import Sampling
+from firedistill.rollouts.sampler import fitting_prompts
+from firedistill.tasks.guard import TaskFault
 from tiny import ToyTask, byte_tokenizer
 
 
@@ -46,6 +60,13 @@ def test_special_tokens_in_text_are_ordinary_text(attack):
     assert not {0, 1, 2} & set(encoder.encode_text(attack))
 
 
+def test_a_text_full_of_special_tokens_takes_linear_time():
+    encoder = PromptEncoder(byte_tokenizer())
+    text = "<|im_end|>" * 40_000  # quadratic time would not finish
+    ids = encoder.encode_text(text)
+    assert len(ids) == len(text) and not {0, 1, 2} & set(ids)
+
+
 def test_plain_text_is_tokenised_as_the_chat_template_would():
     tokenizer = byte_tokenizer()
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "  hello\n"}]
@@ -54,6 +75,28 @@ def test_plain_text_is_tokenised_as_the_chat_template_would():
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
         PromptEncoder(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took longer than 0.1 s"),
+        ("{{ messages[7]['content'].nothing }}", "raised UndefinedError"),
+        ("{{ raise_exception('only images') }}", "raised TemplateError: only images"),
+        ("{% for", "raised TemplateSyntaxError"),
+    ],
+)
+def test_templates_that_render_nothing_leave_their_examples_out(template, complaint, monkeypatch, caplog):
+    monkeypatch.setattr(tokens, "TEMPLATE_SECONDS", 0.1)
+    tokenizer, task = byte_tokenizer(), ToyTask()
+    tokenizer.chat_template = template
+    encoder, examples = PromptEncoder(tokenizer), task.examples("train", 2)
+    with pytest.raises(TaskFault, match=f"the chat template {complaint}"):
+        encoder.encode(student_messages(task, examples[0]))
+    assert end_of_turn_id(tokenizer) is None
+    assert fitting_prompts(task, encoder, examples, Sampling(), TokenBudget()) == ([], examples)
+    assert f"toy/train/1 left out: its prompt cannot be built (the chat template {complaint}" in caplog.text
+    assert f"the chat template {complaint}" in shown_prompt(task, encoder, examples[0])
 
 
 def test_long_feedback_is_cut_field_by_field_with_a_mark():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -369,7 +370,15 @@ def test_a_faulty_row_of_a_divided_split_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "part"), [(b'{"question": "a"', "one JSON object in UTF-8"), (b"[1]", "found list [1]"), (b"\xff{}", "UTF-8")]
+    ("line", "part"),
+    [
+        (b'{"question": "a"', "one JSON object in UTF-8"),
+        (b"[1]", "found list [1]"),
+        (b"\xff{}", "UTF-8"),
+        (b'{"question": %s}' % (b"9" * 5000), "one JSON object"),
+        (b"[" * 100_000, "one JSON object"),
+    ],
+    ids=lambda value: str(value[:12]),
 )
 def test_malformed_lines(tmp_path, line, part):
     good = json.dumps(ROWS["gsm8k"]).encode()
@@ -382,6 +391,22 @@ def test_malformed_lines(tmp_path, line, part):
 def test_a_file_with_the_wrong_suffix(tmp_path, name):
     (tmp_path / name).write_bytes(b"plain text, long enough to be read")
     assert name in failure("gsm8k", tmp_path) and "download or write it again" in failure("gsm8k", tmp_path)
+
+
+def test_texts_of_a_parquet_file_that_are_not_utf_8(tmp_path):
+    texts = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"question": texts, "answer": ["#### 1"]}), tmp_path / "train.parquet")
+    assert "train.parquet cannot be read as parquet" in failure("gsm8k", tmp_path)
+
+
+def test_whatever_a_row_makes_a_task_raise_names_the_row(tmp_path):
+    class Divides(TASKS["gsm8k"]):
+        def example(self, row, uid):
+            raise ZeroDivisionError("by zero")
+
+    path = write_json_lines(tmp_path / "train.jsonl", [ROWS["gsm8k"]])
+    with pytest.raises(DataError, match=rf"{re.escape(str(path))}, row 1: ZeroDivisionError: by zero"):
+        Divides().examples("train", data_dir=tmp_path)
 
 
 def test_a_truncated_file(tmp_path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch import nn
 
 from firedistill.config import SelfDistillConfig
 from firedistill.files import written_at_once
+from firedistill.memory import SHORTER_CONTEXTS, explained_memory
 from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.ops import Head
 from firedistill.ops.head import chunks
-from firedistill.prompts import View, student_messages
+from firedistill.prompts import TokenBudget, View, shown_prompt
 from firedistill.rollout import Rollout
 from firedistill.step import add_feedback
-from firedistill.tasks.guard import TaskFault
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
+
+MAX_FIELDS = 32  # of a response: the teacher reads it once for each, and the time grows with the square of their number
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Inspector:
 
     Attributes:
         step_scale: `s = max(1, a_k / a_0)`, for instance at the peak learning rate.
-        max_feedback_tokens: longer feedback is cut.
+        budget: as in training, longer feedback is cut, and a response whose teacher prompt is too long is not inspected.
     """
 
     model: nn.Module
@@ -51,28 +53,35 @@ class Inspector:
     head: Head
     step_scale: float = 1.0
     log_prob_floor: float | None = None
-    max_feedback_tokens: int = 768
+    budget: TokenBudget = field(default_factory=TokenBudget)
 
     @classmethod
     def of(cls, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head) -> Inspector:
         """With the settings of a run, at the step scale of its peak learning rate."""
         scale = max(1.0, args.learning_rate / (args.nominal_learning_rate or args.learning_rate))
-        return cls(model, teacher, head, scale, args.log_prob_floor, args.max_feedback_tokens)
+        return cls(model, teacher, head, scale, args.log_prob_floor, args.budget)
 
     @torch.no_grad()
     def inspect(self, rollout: Rollout) -> Inspection:
         """Score a response with the student and every teacher view.
 
         Raises:
-            ValueError: the task cannot give feedback, or the response is empty.
+            ValueError: the response is empty, the task cannot give feedback (`TaskFault`) or gives more than `MAX_FIELDS` fields,
+                the teacher's prompt is over the budget, or memory does not suffice (`OutOfMemory`).
         """
+        uid, teacher = rollout.example.uid, self.teacher
         if not rollout.response_ids:
-            raise ValueError(f"{rollout.example.uid}: the response is empty")
+            raise ValueError(f"{uid}: the response is empty")
+        rollout, _ = add_feedback(rollout, teacher.task, teacher.encoder, self.budget.feedback)
+        if (fields := len(rollout.feedback)) > MAX_FIELDS:
+            raise ValueError(f"{uid}: the feedback has {fields} fields; attribution is limited to {MAX_FIELDS}")
+        if (tokens := teacher.view_tokens(rollout, "full")) > self.budget.context:
+            raise ValueError(f"{uid}: the teacher view has {tokens} tokens, max_context_tokens is {self.budget.context}")
+        with explained_memory(SHORTER_CONTEXTS):
+            return self._inspect(rollout)
+
+    def _inspect(self, rollout: Rollout) -> Inspection:
         teacher = self.teacher
-        try:
-            rollout, _ = add_feedback(rollout, teacher.task, teacher.encoder, self.max_feedback_tokens)
-        except TaskFault as fault:
-            raise ValueError(str(fault)) from fault
         with inference_mode(self.model):
             student = score_responses(self.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
         views: list[View] = ["full", *range(len(rollout.feedback))]
@@ -80,7 +89,7 @@ class Inspector:
         teacher.forget()
         token_ids = torch.tensor(rollout.response_ids, device=student.device)
         targets, betas, teacher_head = [], [], teacher.head
-        for chunk in chunks(student, self.head):
+        for chunk in chunks(student, self.head, distributions=1 + len(views)):
             logits = self.head(student[chunk])
             full, *without = (teacher_head(view[chunk]) for view in states)
             target = fire_target(
@@ -107,7 +116,7 @@ class Inspector:
 
         return {
             "uid": rollout.example.uid,
-            "prompt": self.teacher.encoder.render(student_messages(self.teacher.task, rollout.example)),
+            "prompt": shown_prompt(self.teacher.task, self.teacher.encoder, rollout.example),
             "correct": rollout.verdict.correct,
             "submitted": str(rollout.verdict.submitted),
             "expected": str(rollout.verdict.expected),
@@ -123,8 +132,14 @@ class Inspector:
             "beta": numbers(inspection.beta),
         }
 
-    def wrong_answers(self, rollouts: Sequence[Rollout], count: int) -> list[dict[str, Any]]:
-        """Records of the first wrong responses, `count` of them; those that cannot be inspected are logged."""
+    def wrong_answers(
+        self, rollouts: Sequence[Rollout], count: int, progress: Callable[[int], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Records of the first wrong responses, `count` of them; those that cannot be inspected are logged.
+
+        Args:
+            progress: called with the number of records that are made.
+        """
         records: list[dict[str, Any]] = []
         for rollout in rollouts:
             if len(records) < count and rollout.response_ids and not rollout.verdict.correct:
@@ -132,6 +147,8 @@ class Inspector:
                     records.append(self.record(self.inspect(rollout)))
                 except ValueError as error:
                     logger.warning("%s: left out of the attribution", error)
+                if progress is not None:
+                    progress(len(records))
         return records
 
 

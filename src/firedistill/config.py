@@ -80,7 +80,10 @@ class SelfDistillConfig(TrainingArguments):
         None, "Folder with local copies of the datasets (<split>.jsonl, .jsonl.gz or .parquet).", effect="none"
     )
     task_timeout: float | None = training_setting(
-        10.0, "Seconds after which a verdict or feedback counts as failed; 'none' for no limit.", effect="none", above=0
+        10.0,
+        "Seconds after which a prompt, a verdict or feedback counts as failed; 'none' for no limit.",
+        effect="none",
+        above=0,
     )
     train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
 

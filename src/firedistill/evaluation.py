@@ -10,6 +10,7 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from firedistill.config import SelfDistillConfig
+from firedistill.memory import SMALLER_EVALUATIONS, explained_memory
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.rollout import Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
@@ -52,11 +53,15 @@ def evaluate(
 
     Returns:
         The rollouts of all processes, and their summary with `skipped_over_budget` where examples were left out.
+
+    Raises:
+        OutOfMemory: the engine runs out of memory, if it makes batches smaller, even with one prompt.
     """
     mine = list(examples)[args.process_index :: args.world_size]
-    rollouts, skipped = answer_examples(
-        engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
-    )
+    with explained_memory(SMALLER_EVALUATIONS):
+        rollouts, skipped = answer_examples(
+            engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
+        )
     rollouts = gather_object(rollouts)
     summary = summarize(rollouts)
     if skipped_anywhere := sum(gather_object([len(skipped)])):

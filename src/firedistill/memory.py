@@ -11,7 +11,23 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+# What PyTorch and the libraries below it say; oneDNN and cuBLAS do not name memory where they fail to get a workspace.
+_EXHAUSTED = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "bad allocation",
+    "alloc_failed",
+    "could not create a primitive",
+    "could not create a memory",
+    "could not execute a primitive",
+    "cublas_status_not_initialized",
+)
+
 SMALLER_ROLLOUTS = "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens"
+SMALLER_EVALUATIONS = "evaluation does not fit; lower eval_batch_size, max_new_tokens or max_context_tokens"
 SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
 LOADING = (
     "use --quantization nf4, --model_dtype bfloat16 or a smaller model, end other programs that hold memory, or raise the memory "
@@ -21,8 +37,6 @@ SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
     "the same), turn gradient_checkpointing on, and resume with --allow_changes and their names"
 )
-# What PyTorch, CUDA, safetensors and the C library say.
-_EXHAUSTED = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 class OutOfMemory(ValueError):

@@ -7,12 +7,15 @@ ordinary characters and can neither end a turn nor open one.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
 
+from firedistill.models.tokens import render
+from firedistill.tasks.guard import TaskFault
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField
 
@@ -58,6 +61,14 @@ def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackFi
     return [{"role": "user", "content": content}]
 
 
+def shown_prompt(task: Task, encoder: PromptEncoder, example: Example) -> str:
+    """The student prompt as text, for people to read; in its place the reason if it cannot be built this time."""
+    try:
+        return encoder.render(student_messages(task, example))
+    except TaskFault as fault:
+        return f"[{fault}]"
+
+
 @dataclass(frozen=True)
 class TokenBudget:
     """Limits in tokens; a prompt over its limit leaves its example out, feedback over its limit is cut field by field."""
@@ -81,15 +92,19 @@ class PromptEncoder:
                 "choose one, or set tokenizer.chat_template"
             )
         self.tokenizer = tokenizer
-        # Longest first: one special token may begin with another.
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         control = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         control |= {content for content in added if content in tokenizer.chat_template}
-        self.control_tokens = sorted((c for c in control if len(c) > 1), key=len, reverse=True)
+        tokens = "|".join(re.escape(content) for content in sorted(control) if len(content) > 1)
+        self.control_token = re.compile(f"(?={tokens})" if tokens else "(?!)")  # where one begins; they may overlap
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """Token ids of the messages followed by the opening of the assistant's turn."""
-        if not any(token in message["content"] for message in messages for token in self.control_tokens):
+        """Token ids of the messages followed by the opening of the assistant's turn.
+
+        Raises:
+            TaskFault: the chat template raises, takes too long, or drops a message.
+        """
+        if not any(self.control_token.search(message["content"]) for message in messages):
             return self._encode_pieces([self.render(messages)])
         return self._encode_pieces(self._cut(self._segments(messages)))
 
@@ -102,11 +117,16 @@ class PromptEncoder:
         return cast(str, self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def render(self, messages: list[Message]) -> str:
-        """The conversation as text, for people to read."""
-        return cast(str, self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        """The conversation as text, followed by the opening of the assistant's turn.
+
+        Raises:
+            TaskFault: the chat template raises or takes too long.
+        """
+        return render(self.tokenizer, messages, open_answer=True)
 
     def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        return [token for piece in pieces for token in self.tokenizer(well_formed(piece), add_special_tokens=False).input_ids]
+        ids = self.tokenizer([well_formed(piece) for piece in pieces], add_special_tokens=False).input_ids
+        return [token for of_piece in ids for token in of_piece]
 
     def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.
@@ -115,16 +135,13 @@ class PromptEncoder:
         """
         pieces, open_piece = [], ""
         for is_content, text in segments:
-            while is_content and (found := self._first_control_token(text)) is not None:
-                start = found + 1  # between the first character of the token and the rest
-                pieces.append(open_piece + text[:start])
-                open_piece, text = "", text[start:]
-            open_piece += text
+            start = 0
+            for found in self.control_token.finditer(text) if is_content else ():
+                end = found.start() + 1  # between the first character of the token and the rest
+                pieces.append(open_piece + text[start:end])
+                open_piece, start = "", end
+            open_piece += text[start:]
         return [*pieces, open_piece]
-
-    def _first_control_token(self, text: str) -> int | None:
-        positions = [text.find(token) for token in self.control_tokens]
-        return min((position for position in positions if position >= 0), default=None)
 
     def _segments(self, messages: list[Message]) -> list[tuple[bool, str]]:
         """Template text and contents in turn, found by rendering marks in the contents' place."""
@@ -134,7 +151,7 @@ class PromptEncoder:
         for message, mark in zip(messages, marks, strict=True):
             before, found, rest = rest.partition(mark)
             if not found:
-                raise ValueError("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
+                raise TaskFault("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
             segments += [(False, before), (True, message["content"])]
         return [*segments, (False, rest)]
 

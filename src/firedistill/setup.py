@@ -20,7 +20,7 @@ from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.tasks import Example, Task, load_task
-from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks.guard import GuardedTask, read_examples
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Setup:
 
     Attributes:
         args: the settings, with those that follow from model and data filled in; never the caller's own object.
-        task: the task in a `GuardedTask`, so that `verify` and `feedback` cannot raise, hang or return anything else.
+        task: the task in a `GuardedTask`, whose methods return what they promise or raise `TaskFault`.
         model: the causal language model with its LoRA adapter.
         tokenizer: the model's tokenizer.
         encoder: turns messages into token ids.
@@ -77,6 +77,7 @@ def load_setup(
     if args.data_dir is not None:
         args.data_dir = os.path.abspath(args.data_dir)
     task = task if isinstance(task, Task) else load_task(task or args.task)
+    task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
     if model is None or isinstance(model, str):
         model, tokenizer = load_model_and_tokenizer(model or args.model, dtype=args.model_dtype, quantization=args.quantization)
@@ -93,9 +94,13 @@ def load_setup(
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
 
-    if train_examples is None:
+    if train_examples is not None:
+        train_examples = read_examples(train_examples, "train_examples")
+    else:
         train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
-    if eval_examples is None:
+    if eval_examples is not None:
+        eval_examples = read_examples(eval_examples, "eval_examples")
+    else:
         eval_examples = task.examples("eval", args.eval_size, args.eval_subset_seed, args.data_dir) if args.eval_size else []
     if train and not train_examples:
         raise ValueError(f"task {task.name!r} has no training examples")
@@ -106,12 +111,12 @@ def load_setup(
             cast(torch.nn.Module, model).to(args.device)  # `Trainer` does it where something is trained
     return Setup(
         args=args,
-        task=cast(Task, GuardedTask(task, args.task_timeout)),  # has the interface of a task
+        task=task,
         model=cast(PeftModel, model),
         tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer),
-        train_examples=list(train_examples),
-        eval_examples=list(eval_examples),
+        train_examples=train_examples,
+        eval_examples=eval_examples,
     )
 
 

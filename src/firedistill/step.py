@@ -113,15 +113,16 @@ def select_rollouts(
 ) -> Selection:
     """Build the feedback that the method needs and decide which rollouts train.
 
-    Left out are responses without tokens or without a verdict, those that the method does not train on, those whose task gives no
-    feedback, and those whose teacher prompt is over the context budget. The divisors of the loss stay those of the full step.
+    Left out are responses without tokens or without a verdict, those that the method does not train on, those whose feedback or
+    teacher prompts cannot be built, and those whose teacher prompt is over the context budget. The divisors of the loss stay those of
+    the full step.
 
     Args:
         drop_unfinished: also leave out responses without end-of-sequence or without a well-formed answer line.
     """
     selection = Selection()
     for rollout in rollouts:
-        reason = None
+        reason, naive = None, 0
         if rollout.verdict.failed or not rollout.response_ids:
             reason = "failed_verdicts" if rollout.verdict.failed else "empty_responses"
         elif not objective.trains(rollout):
@@ -133,6 +134,8 @@ def select_rollouts(
             uid = rollout.example.uid
             try:
                 rollout, cut = add_feedback(rollout, teacher.task, teacher.encoder, budget.feedback)
+                fits = teacher.view_tokens(rollout, "full") <= budget.context
+                naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout)) if fits else 0
             except TaskFault as fault:
                 logger.warning("%s; the response is left out of training", fault)
                 reason = "failed_feedback"
@@ -140,7 +143,7 @@ def select_rollouts(
                 if cut:
                     selection.metrics.total(cut_feedback_fields=len(cut))
                     logger.warning("%s: feedback over %d tokens; cut: %s", uid, budget.feedback, ", ".join(cut))
-                if teacher.view_tokens(rollout, "full") > budget.context:
+                if not fits:
                     logger.warning("%s left out: its teacher view is longer than max_context_tokens", uid)
                     reason = "skipped_over_budget"
         selection.rollouts.append(rollout)
@@ -148,7 +151,6 @@ def select_rollouts(
             selection.metrics.total(**{reason: 1})
             continue
         selection.trained.append(rollout)
-        naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout))
         selection.metrics.total(naive_teacher_tokens=naive)
     return selection
 

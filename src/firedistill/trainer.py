@@ -35,12 +35,20 @@ from firedistill.attribution import Inspector, save_attribution
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
 from firedistill.files import written_whole
-from firedistill.memory import SHORTER_CONTEXTS, SMALLER_MICRO_BATCHES, SMALLER_ROLLOUTS, BatchLimit, explained_memory
+from firedistill.memory import (
+    LOADING,
+    SHORTER_CONTEXTS,
+    SMALLER_EVALUATIONS,
+    SMALLER_MICRO_BATCHES,
+    SMALLER_ROLLOUTS,
+    BatchLimit,
+    explained_memory,
+)
 from firedistill.metrics import Metrics, over_processes, synchronize
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
-from firedistill.prompts import student_messages
+from firedistill.prompts import shown_prompt
 from firedistill.rollout import Rollout
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -141,16 +149,17 @@ class SelfDistillTrainer(ResumableTrainer):
         self.eval_examples = self.setup.eval_examples
         self.objective: Objective = load_objective(args.method, args.method_settings)
         self.prompts_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        super().__init__(
-            model=self.setup.model,
-            args=args,
-            data_collator=list,
-            train_dataset=TrainingOrder(self.setup.train_examples, args.max_steps * self.prompts_per_step, args.seed),
-            eval_dataset=self.eval_examples or None,
-            processing_class=self.setup.tokenizer,
-            callbacks=[StepCallbacks(self), *(callbacks or [])],
-            optimizers=optimizers,
-        )
+        with explained_memory(LOADING):  # the model moves to the device
+            super().__init__(
+                model=self.setup.model,
+                args=args,
+                data_collator=list,
+                train_dataset=TrainingOrder(self.setup.train_examples, args.max_steps * self.prompts_per_step, args.seed),
+                eval_dataset=self.eval_examples or None,
+                processing_class=self.setup.tokenizer,
+                callbacks=[StepCallbacks(self), *(callbacks or [])],
+                optimizers=optimizers,
+            )
         if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
             raise ValueError(
                 "FSDP and ZeRO-3 are not supported: the EMA teacher and the head read whole weights. Every process needs a whole base "
@@ -164,7 +173,7 @@ class SelfDistillTrainer(ResumableTrainer):
         adjustable = not self.sharded
         self.limits = {
             "rollouts": BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS, adjustable=adjustable),
-            "evaluation": BatchLimit(args.eval_batch_size, "eval_batch_size", SMALLER_ROLLOUTS, adjustable=adjustable),
+            "evaluation": BatchLimit(args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable),
             "scoring": BatchLimit(
                 args.score_tokens_per_forward,
                 "score_tokens_per_forward",
@@ -494,30 +503,30 @@ class SelfDistillTrainer(ResumableTrainer):
         if self.run_log is not None and self.args.log_rollouts:
             rows = []
             for rollout in rollouts:
-                prompt = self.encoder.render(student_messages(self.task, rollout.example))
+                prompt = shown_prompt(self.task, self.encoder, rollout.example)
                 rows.append(rollout_row(rollout, step, prompt, rollout in trained))
             self.run_log.rollouts(step, rows, prefix)
 
     def save_attributions(self, step: int) -> None:
         """Save, for the report, what the feedback does to the tokens of some wrong answers. The run does not depend on it.
 
-        Answers to eight times as many held-out problems are sampled; the first wrong ones are saved.
+        Answers to eight times as many held-out problems are sampled; the first wrong ones are saved. A failure is logged.
         """
-        args = self.args
-        if not args.attribution_examples or self.run_log is None:
+        args, count = self.args, self.args.attribution_examples
+        if not count or self.run_log is None:
             return
-        self.on_progress("attribution", 0, args.attribution_examples)
         state = random_state()  # a task may draw from it
-        examples = self.task.examples("eval", 8 * args.attribution_examples, args.eval_subset_seed, args.data_dir)
-        rollouts, _ = answer_examples(
-            self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, seed=args.seed
-        )
-        inspector = Inspector.of(args, self.model, self.teacher, self.head)
-        if records := inspector.wrong_answers(rollouts, args.attribution_examples):
-            try:
+        try:
+            examples = self.task.examples("eval", 8 * count, args.eval_subset_seed, args.data_dir)
+            show = partial(self.on_progress, "answers to attribute", total=len(examples))
+            rollouts, _ = answer_examples(
+                self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
+            )
+            inspector = Inspector.of(args, self.model, self.teacher, self.head)
+            if records := inspector.wrong_answers(rollouts, count, partial(self.on_progress, "attribution", total=count)):
                 save_attribution(records, Path(args.run_dir), step)
-            except OSError as error:
-                self.run_log.failed(f"the attribution of step {step} could not be written", error)
+        except (ValueError, OSError) as error:  # a task's data, memory, the disk
+            logger.error("the attribution of step %d is missing (%s); the run does not depend on it", step, error)
         self.teacher.take_metrics()  # not of a training step
         restore_random_state(state)
 

@@ -75,7 +75,12 @@ class WarmStartTrainer(SelfDistillTrainer):
         metrics.total(generated_tokens=0)
         fitting = []
         for example in examples:
-            rollout, failed_feedback = self.gold_rollout(example, draw)
+            try:
+                rollout, failed_feedback = self.gold_rollout(example, draw)
+            except TaskFault as fault:
+                logger.warning("%s left out: its prompt cannot be built (%s)", example.uid, fault)
+                metrics.total(skipped_over_budget=1)
+                continue
             if failed_feedback:
                 metrics.total(failed_feedback=1)
             prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)

@@ -15,10 +15,10 @@ from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
 from firedistill.cli.console import accuracy_line
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
-from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
+from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, BatchLimit
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
-from firedistill.prompts import student_messages, teacher_messages
+from firedistill.prompts import shown_prompt, teacher_messages
 from firedistill.recipes import read_recipe
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run.checkpoints import newest_checkpoint
@@ -53,7 +53,8 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     setup = setup_for(arguments)
-    engine = HFRolloutEngine(setup.model, setup.tokenizer, setup.args.eval_batch_size)
+    limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS)
+    engine = HFRolloutEngine(setup.model, setup.tokenizer, limit)
     with console.status("evaluating") as status:
 
         def show(done: int, total: int) -> None:
@@ -117,7 +118,9 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
     engine = HFRolloutEngine(setup.model, setup.tokenizer, args.rollout_batch_size)
     if not options.save:
-        print_inspection(inspect_example(setup, engine, inspector, examples[first]), teacher, console)
+        with console.status("sampling a response and scoring it under every teacher view"):
+            inspection = inspect_example(setup, engine, inspector, examples[first])
+        print_inspection(inspection, teacher, console)
         return 0
     records = []
     for example in examples[first : first + options.count]:
@@ -138,12 +141,12 @@ def inspect_example(setup: Setup, engine: HFRolloutEngine, inspector: Inspector,
     """Sample one response, as in training, and inspect it.
 
     Raises:
-        ValueError: the prompt is over the budget, the response is empty, or the task gives no feedback.
+        ValueError: the prompt cannot be built or is over the budget, or `Inspector.inspect` raises it.
     """
     args = setup.args
     rollouts, _ = answer_examples(engine, setup.task, setup.encoder, [example], args.sampling, args.budget, args.seed)
     if not rollouts:
-        raise ValueError(f"{example.uid}: the prompt is over the budget")
+        raise ValueError(f"{example.uid}: the prompt cannot be built, or is over the budget")
     return inspector.inspect(rollouts[0])
 
 
@@ -155,7 +158,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     def panel(text: str, title: str) -> None:
         console.print(Panel(Text(visible(text)), title=Text(visible(title)), title_align="left"))
 
-    panel(teacher.encoder.render(student_messages(teacher.task, rollout.example)), f"student prompt, {rollout.example.uid}")
+    panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
     panel(
         rollout.response.text,
         f"response, {len(rollout.response_ids)} tokens{'' if rollout.response.finished else ', unfinished'}",

@@ -2,8 +2,8 @@
 
     firedistill train my-recipe --preflight only
 
-Errors stop a run, warnings do not, notes inform. Of large data, a fixed number of evenly spaced examples is checked; the finding says
-how many.
+Errors stop a run, warnings do not, notes inform. Of large data, a fixed number of evenly spaced examples is checked, and of a task
+whose methods are slow or hang, as many as `CHECK_SECONDS` allow; the finding says how many.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 
 from firedistill.memory import LOADING, explained_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
-from firedistill.models.tokens import end_of_turn_id
+from firedistill.models.tokens import end_of_turn_id, render
 from firedistill.objectives import load_objective
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup
-from firedistill.tasks.guard import TaskFault
+from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.types import Example
 
 CHECKED = 256  # examples of a split that are checked
+CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no further one
 TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
 
 Level = Literal["error", "warning", "note"]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,27 @@ def spread(examples: Sequence[Example], n: int = CHECKED) -> list[Example]:
     return [examples[i * len(examples) // n] for i in range(n)] if len(examples) > n else list(examples)
 
 
+def in_time(examples: Sequence[Example], check: Callable[[Example], Found]) -> list[tuple[Example, Found]]:
+    """The examples with what `check` found about each; only the first ones if `CHECK_SECONDS` pass."""
+    end, found = time.monotonic() + CHECK_SECONDS, []
+    for example in examples:
+        found.append((example, check(example)))
+        if time.monotonic() >= end:
+            break
+    return found
+
+
+def stopped(subject: str, method: str, checked: Sequence[object], examples: Sequence[object]) -> Iterator[Finding]:
+    """A warning if a check ended before it had seen all examples."""
+    if len(checked) < len(examples):
+        yield Finding(
+            "warning",
+            subject,
+            f"the check stopped after {len(checked)} of {len(examples)} examples, because {CHECK_SECONDS:g} s had passed",
+            f"make {method} of the task faster",
+        )
+
+
 def named(examples: Sequence[Example], most: int = 3) -> str:
     """The uids of the first examples and the number of the others."""
     names = ", ".join(example.uid for example in examples[:most])
@@ -144,50 +167,70 @@ def gold_responses(setup: Setup, example: Example) -> list[str]:
 
 def check_golds(setup: Setup) -> Iterator[Finding]:
     """The task's own verifier must accept the gold answers."""
+    task = cast(GuardedTask, setup.task)
+
+    def judged(example: Example) -> tuple[list[bool], str, float]:
+        """Whether each gold response is correct, why it cannot be judged, and the seconds of a verdict."""
+        verdicts, reason, started = [], "", time.perf_counter()
+        try:
+            for response in gold_responses(setup, example):
+                verdict = task.judge(example, response)
+                verdicts.append(verdict.correct)
+                reason = reason or ("verify marks its verdict as failed" if verdict.failed else "")
+        except TaskFault as fault:
+            reason = str(fault)
+        return verdicts, reason, (time.perf_counter() - started) / max(len(verdicts), 1)
+
     for name, examples in splits(setup):
-        subject, checked = f"{name} golds", spread(examples)
-        wrong, failed, right, slowest = [], [], [], 0.0
-        for example in checked:
-            started = time.perf_counter()
-            verdicts = [setup.task.verify(example, response) for response in gold_responses(setup, example)]
-            slowest = max(slowest, (time.perf_counter() - started) / max(len(verdicts), 1))
-            if any(verdict.failed for verdict in verdicts):
-                failed.append(example)
-            elif any(verdict.correct for verdict in verdicts):
-                right.append(example)
-            elif verdicts:
-                wrong.append(example)
-        for bad, what, fix in (
-            (failed, "golds cannot be judged (the verifier raised or took too long)", "fix verify, or remove these rows"),
-            (wrong, "golds are judged wrong by the task's own verifier", "correct the answers or verify, or remove these rows"),
-        ):
-            if bad:
-                text = f"{share_of(bad, checked, examples)} {what}: {named(bad)}"
-                yield Finding("error" if len(bad) > TOLERATED * len(checked) else "warning", subject, text, fix)
+        subject, sample = f"{name} golds", spread(examples)
+        checked = in_time(sample, judged)
+        failed = [(example, reason) for example, (_, reason, _) in checked if reason]
+        wrong = [example for example, (verdicts, reason, _) in checked if verdicts and not any(verdicts) and not reason]
+        right = [example for example, (verdicts, reason, _) in checked if any(verdicts) and not reason]
+        bad = [example for example, _ in failed]
+        if failed:
+            text = f"{share_of(bad, checked, examples)} golds cannot be judged: {named(bad)} ({failed[0][1]})"
+            yield Finding(level_of(bad, checked), subject, text, "fix verify, or remove these rows")
+        if wrong:
+            text = f"{share_of(wrong, checked, examples)} golds are judged wrong by the task's own verifier: {named(wrong)}"
+            yield Finding(level_of(wrong, checked), subject, text, "correct the answers or verify, or remove these rows")
         if right and not failed and not wrong:
-            yield Finding("note", subject, f"{share_of(right, right, examples)} are judged right by the task's verifier")
+            yield Finding("note", subject, f"{share_of(right, checked, examples)} are judged right by the task's verifier")
+        slowest = max(seconds for _, (_, _, seconds) in checked)
         if slowest > SLOW_VERDICT:
             fix = "make verify faster: every response waits for its verdict"
             yield Finding("warning", subject, f"a verdict took {slowest:.1f} s", fix)
+        yield from stopped(subject, "verify", checked, sample)
+
+
+def level_of(bad: Sequence[object], checked: Sequence[object]) -> Level:
+    """An error if more than the tolerated share is bad."""
+    return "error" if len(bad) > TOLERATED * len(checked) else "warning"
 
 
 def check_feedback(setup: Setup) -> Iterator[Finding]:
     """Feedback about an empty and about a wrong response, for a few examples."""
-    failed: list[tuple[Example, str]] = []
-    checked = spread(setup.train_examples, 16)
-    for example in checked:
+    task, sample = cast(GuardedTask, setup.task), spread(setup.train_examples, 16)
+
+    def reason(example: Example) -> str:
         try:
             for response in ("", "I do not know."):
-                setup.task.feedback(example, response, setup.task.verify(example, response))
+                verdict = setup.task.verify(example, response)
+                if not verdict.failed:  # a response without a verdict needs no feedback; `check_golds` reports it
+                    task.feedback(example, response, verdict)
         except TaskFault as fault:
-            failed.append((example, str(fault)))
-    if failed:
+            return str(fault)
+        return ""
+
+    checked = in_time(sample, reason)
+    if failed := [why for _, why in checked if why]:
         yield Finding(
             "error" if len(failed) == len(checked) else "warning",
             "feedback",
-            f"it fails for {len(failed)} of {len(checked)} examples: {failed[0][1]}",
+            f"it fails for {len(failed)} of {len(checked)} examples: {failed[0]}",
             "fix feedback: it must work for any response, including an empty one",
         )
+    yield from stopped("feedback", "feedback", checked, sample)
 
 
 # ---- Prompts and budgets -----------------------------------------------------------------------------------------------------
@@ -197,14 +240,20 @@ def check_prompts(setup: Setup) -> Iterator[Finding]:
     """Student prompts can be built and are within the budget."""
     args = setup.args
     limit = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
+
+    def tokens(example: Example) -> int | str:
+        """The length of the prompt, or why there is none."""
+        try:
+            with explained(f"{example.uid}: encode", pass_on=()):
+                return len(setup.encoder.encode(student_messages(setup.task, example)))
+        except TaskFault as fault:
+            return str(fault)
+
     for name, examples in splits(setup):
-        subject, checked, lengths, broken = f"{name} prompts", spread(examples), [], []
-        for example in checked:
-            try:
-                lengths.append(len(setup.encoder.encode(student_messages(setup.task, example))))
-            except Exception as error:  # the task's prompt and the chat template are programs of others
-                broken.append(f"{example.uid}: {type(error).__name__}: {error}")
-        if broken:
+        subject, sample = f"{name} prompts", spread(examples)
+        checked = in_time(sample, tokens)
+        lengths = [found for _, found in checked if isinstance(found, int)]
+        if broken := [found for _, found in checked if isinstance(found, str)]:
             yield Finding(
                 "error" if len(broken) == len(checked) else "warning",
                 subject,
@@ -221,6 +270,7 @@ def check_prompts(setup: Setup) -> Iterator[Finding]:
         elif lengths:
             median = statistics.median(lengths)
             yield Finding("note", subject, f"median {median:.0f} tokens, longest {max(lengths)}; the limit is {limit}")
+        yield from stopped(subject, "prompt", checked, sample)
 
 
 def check_context(setup: Setup) -> Iterator[Finding]:
@@ -257,13 +307,12 @@ def check_chat_template(setup: Setup) -> Iterator[Finding]:
 
     def rendered(open_answer: bool) -> str:
         messages = [{"role": "user", "content": mark}]
-        return cast(str, setup.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+        return render(setup.tokenizer, messages, open_answer=open_answer)
 
     try:
         opened, closed = rendered(True), rendered(False)
-    except Exception as error:  # a template is a program of the checkpoint's author
-        text = f"it cannot render a message: {type(error).__name__}: {error}"
-        yield Finding("error", subject, text, "set tokenizer.chat_template")
+    except TaskFault as fault:
+        yield Finding("error", subject, f"it cannot render a message: {fault}", "set tokenizer.chat_template")
         return
     if opened.count(mark) != 1:
         text = f"it shows the user's message {opened.count(mark)} times"

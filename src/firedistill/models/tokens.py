@@ -10,8 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.models.errors import ModelError
+from firedistill.tasks.guard import TaskFault, guarded
 
 logger = logging.getLogger(__name__)
+
+TEMPLATE_SECONDS = 10.0
 
 # Tokens that checkpoints reserve for padding or leave unused, best first.
 _PAD_TOKENS = (
@@ -63,14 +66,27 @@ def set_stop_and_pad_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
 
 
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_answer: bool) -> str:
+    """A conversation under the tokenizer's chat template, with the opening of the assistant's turn if `open_answer`.
+
+    Raises:
+        TaskFault: the template raised, or took longer than `TEMPLATE_SECONDS`. A template is a program of the checkpoint's author.
+    """
+
+    def apply() -> str:
+        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+
+    return guarded("the chat template", apply, TEMPLATE_SECONDS)
+
+
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The special token that the chat template writes after an assistant's answer, or None."""
     marker = "firedistill"
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": marker}]
     try:
-        text = cast(str, tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
-        logger.info("the chat template does not render a finished conversation: %s", error)
+        text = render(tokenizer, turns, open_answer=False)
+    except TaskFault as fault:
+        logger.info("no end of turn: %s", fault)
         return None
     special = _special_tokens(tokenizer).values()
     return next((i for i in tokenizer(text.rpartition(marker)[2], add_special_tokens=False).input_ids if i in special), None)

@@ -59,7 +59,10 @@ class Objective:
         return True
 
     def views(self, rollout: Rollout) -> list[View]:
-        """The teacher views that a naive implementation would score; `teacher_tokens_saved` compares with them."""
+        """The teacher views of a rollout that `needs_teacher`; a naive implementation would score each of them whole.
+
+        `teacher_tokens_saved` compares with that.
+        """
         return ["full"] if self.needs_teacher(rollout) else []
 
     def prepare(self, step: Step) -> tuple[list[Any], Metrics]:

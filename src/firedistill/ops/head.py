@@ -116,10 +116,14 @@ def check_head(model: nn.Module, head: Head) -> None:
 TokenLoss = Callable[[Tensor, slice], Tensor]
 
 
-def chunks(hidden: Tensor, head: Head) -> list[slice]:
-    """Slices over the rows of `hidden` `[M, H]` whose logits have a bounded number of elements (at least one row each)."""
+def chunks(hidden: Tensor, head: Head, distributions: int = 1) -> list[slice]:
+    """Slices over the rows of `hidden` `[M, H]` whose logits have a bounded number of elements (at least one row each).
+
+    Args:
+        distributions: how many the bound counts together.
+    """
     tokens = hidden.shape[0]
-    size = max(1, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // head.vocabulary_size)
+    size = max(1, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // (head.vocabulary_size * distributions))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 

@@ -10,7 +10,7 @@ from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, studen
 from firedistill.rollout import Prompt, Response, Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.tasks import Example, Task
-from firedistill.tasks.guard import TaskFault
+from firedistill.tasks.guard import TaskFault, explained
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,17 @@ def fitting_prompts(
     """Student prompts within the budget, and the examples that are left out; the log names them.
 
     The limit is `budget.prompt`, or `budget.context` minus the longest response. An example is also left out if its prompt cannot be
-    built: the task's function or the chat template raised.
+    built: the task's method or the chat template raises, takes too long, or returns something else than text.
     """
     limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
     prompts, skipped = [], []
     for position, example in enumerate(examples):
         try:
-            ids = encoder.encode(student_messages(task, example))
+            with explained("encode", pass_on=()):
+                ids = encoder.encode(student_messages(task, example))
             reason = f"its prompt has {len(ids)} tokens, the limit is {limit}" if len(ids) > limit else None
-        except Exception as error:
-            reason = f"its prompt cannot be built ({type(error).__name__}: {error})"
+        except TaskFault as fault:
+            reason = f"its prompt cannot be built ({fault})"
         if reason is None:
             prompts.append(Prompt(example, ids, first_index + position))
         else:
@@ -111,11 +112,11 @@ class Sampler:
     def _draft_prompt(self, prompt: Prompt) -> list[int] | None:
         try:
             feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
+            fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
+            ids = self.encoder.encode(teacher_messages(self.task, prompt.example, fitted))
         except TaskFault as fault:
             logger.warning("%s; no draft", fault)
             return None
-        fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
-        ids = self.encoder.encode(teacher_messages(self.task, prompt.example, fitted))
         if len(ids) + self.sampling.max_new_tokens > self.budget.context:
             logger.warning("%s: no draft, the teacher's prompt is over the context budget", prompt.example.uid)
             return None

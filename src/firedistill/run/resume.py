@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from firedistill.imports import import_users_module, is_missing
 from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
+from firedistill.tasks.guard import explained
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
 from firedistill.tasks.sources import DataError
 from firedistill.tasks.task import Task
@@ -30,9 +31,13 @@ def load_task(name: str) -> Task:
             - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
 
     Raises:
-        ValueError: the name is unknown; lists the known names and close matches.
+        ValueError: the name is unknown, with the known names and close matches; or your module or class raises.
         ImportError: a package that the task needs cannot be imported.
     """
+    if not isinstance(name, str):
+        raise ValueError(
+            f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task"
+        )
     if name in TASKS:
         return TASKS[name]()
     prefix, colon, rest = name.partition(":")
@@ -51,14 +56,18 @@ def load_task(name: str) -> Task:
 
 def _own_task(module_name: str, class_name: str) -> Task:
     """The task `class_name` of a user's module: an instance, or a class that is called without arguments."""
-    module = _import(module_name)
+    with explained(f"importing {module_name}"):
+        module = _import(module_name)
     if not hasattr(module, class_name):
         close = difflib.get_close_matches(class_name, vars(module), n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise ValueError(f"unknown task {f'{module_name}:{class_name}'!r}: module {module_name} has no {class_name}.{hint}")
     task = getattr(module, class_name)
-    task = task() if callable(task) else task
-    if not all(callable(getattr(task, method, None)) for method in ("examples", "prompt", "verify", "feedback")):
+    if callable(task):
+        with explained(f"{module_name}:{class_name}()"):
+            task = task()
+    methods = ("examples", "prompt", "verify", "feedback")
+    if not (hasattr(task, "format_instruction") and all(callable(getattr(task, method, None)) for method in methods)):
         raise ValueError(f"{module_name}:{class_name} is not a task: derive it from firedistill.Task")
     return task
 

@@ -1,33 +1,43 @@
-"""Calls into user code that may raise, hang, or return anything: each ends with a result or a `TaskFault`."""
+"""Calls of programs of others (a task's methods, a chat template), which may raise, hang, or return anything.
+
+Each ends with a result or a `TaskFault`; `process.py` limits its time and undoes what it leaves behind in the process.
+"""
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from numbers import Number
+from typing import Any, TypeVar
 
+from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 logger = logging.getLogger(__name__)
 
+MAX_CHARACTERS = 1_000_000  # of a prompt, and of the feedback about a response; longer ones would take minutes to tokenize
+MAX_FIELDS = 1000  # of feedback: a generator may have no end
+Result = TypeVar("Result")
 
-class TaskFault(Exception):
-    """A task's method raised, timed out, or returned the wrong type; the message names the method and the fault."""
+
+class TaskFault(ValueError):
+    """A task or a chat template raised, timed out, or returned something else than expected; the message names both."""
 
 
 class GuardedTask:
-    """A task whose `verify` always returns a verdict and whose `feedback` returns fields or raises `TaskFault`.
+    """A task whose methods return what their annotations promise, or raise `TaskFault`; `verify` always returns a verdict.
 
-    All other attributes are the task's own.
+    Values of another type are converted where their meaning is clear: truth values and numbers of NumPy and PyTorch, 0 and 1 as truth
+    values, numbers as texts, any iterable of feedback or examples. All other attributes are the task's own.
 
     Args:
         task: its methods may raise, hang, or return anything.
-        seconds: time limit of one call, enforced as `time_limit` describes; None for no limit.
+        seconds: time limit of one call of `verify`, `feedback` or `prompt`, enforced as `time_limit` describes; None for no limit.
     """
 
     def __init__(self, task: Task, seconds: float | None = None):
@@ -39,63 +49,189 @@ class GuardedTask:
     def verify(self, example: Example, response: str) -> Verdict:
         """The task's verdict, or an incorrect one marked `failed` if the task returns none."""
         try:
-            return self._call("verify", Verdict, example, response)
+            return self.judge(example, response)
         except TaskFault as fault:
             logger.warning("%s; the response counts as wrong and is left out of training", fault)
             return Verdict(False, None, str(example.answer), failed=True)
 
-    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
-        """The task's feedback.
+    def judge(self, example: Example, response: str) -> Verdict:
+        """The task's verdict.
 
         Raises:
             TaskFault: the task returns none.
         """
-        fields = self._call("feedback", (tuple, list), example, response, verdict)
-        wrong = [item for item in fields if not (isinstance(item, FeedbackField) and isinstance(item.text, str))]
-        if wrong:
-            raise TaskFault(f"{example.uid}: feedback holds a {type(wrong[0]).__name__}, expected FeedbackField(name, text)")
-        return tuple(fields)
+        return self._call("verify", read_verdict, example, response)
 
-    def _call(self, name: str, kind: type | tuple[type, ...], example: Example, *rest: Any) -> Any:
+    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+        """The task's feedback; its fields have different names.
+
+        Raises:
+            TaskFault: the task returns none.
+        """
+        return self._call("feedback", read_feedback, example, response, verdict)
+
+    def prompt(self, example: Example) -> str:
+        """The dataset prompt.
+
+        Raises:
+            TaskFault: the task returns none.
+        """
+        return self._call("prompt", read_prompt, example)
+
+    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
+        """The first `n` examples that the task returns. There is no time limit, since data may take long to load.
+
+        Raises:
+            TaskFault: the task returns something else, or raises another error than those below.
+            ValueError, OSError, ImportError: as the task raises them.
+        """
+        where = f"examples({split!r}) of {type(self.task).__name__}"
+        with explained(where), kept_state():
+            return read_examples(self.task.examples(split, n, seed, data_dir), where, n)
+
+    def _call(self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any) -> Result:
         where = f"{example.uid}: {name} of {type(self.task).__name__}"
-        try:
-            with time_limit(self.seconds):
-                value = getattr(self.task, name)(example, *rest)
-        except TimeIsUp as error:
-            raise TaskFault(f"{where} took longer than {self.seconds:g} s (task_timeout)") from error
-        except (Exception, SystemExit) as error:
-            raise TaskFault(f"{where} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-        if not isinstance(value, kind):
-            expected = "a Verdict" if kind is Verdict else "a tuple of FeedbackField"
-            raise TaskFault(f"{where} returned a {type(value).__name__}, expected {expected}")
-        return value
+        return guarded(where, lambda: read(getattr(self.task, name)(example, *rest), where), self.seconds, "task_timeout")
 
 
-class TimeIsUp(BaseException):
-    """Raised in a block that exceeds its time limit. An `except Exception` in user code does not catch it."""
+def guarded(where: str, function: Callable[[], Result], seconds: float | None, setting: str = "") -> Result:
+    """The result of a program of others.
+
+    Args:
+        where: names the program in messages.
+        seconds: time limit, see `time_limit`.
+        setting: the option that sets the limit, if any.
+
+    Raises:
+        TaskFault: it raised anything but KeyboardInterrupt, which belongs to Ctrl-C, or took too long.
+    """
+    try:
+        with kept_state(), time_limit(seconds), explained(where, pass_on=()):
+            return function()
+    except TimeIsUp as error:
+        raise TaskFault(f"{where} took longer than {seconds:g} s{f' ({setting})' if setting else ''}") from error
 
 
 @contextmanager
-def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise `TimeIsUp` in the block after `seconds`, and again every second in case the block suppresses it.
-
-    Interrupts Python code, regular expressions, sleeps and waits; interrupts a loop in a C extension only when it returns. Has no
-    effect outside the main thread, on systems without SIGALRM, or if `seconds` is None.
-    """
-    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def up(number: int, frame: Any) -> None:
-        raise TimeIsUp
-
-    handler = signal.signal(signal.SIGALRM, up)
-    start = time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+def explained(where: str, pass_on: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
+    """Turn what a program of others raises into a `TaskFault`, except Ctrl-C, a time limit, and errors of the types `pass_on`."""
+    unchanged: tuple[type[BaseException], ...] = (KeyboardInterrupt, TimeIsUp, TaskFault, *pass_on)
     try:
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if left:  # restart the timer that was running
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)
+    except unchanged:
+        raise
+    except BaseException as error:  # also SystemExit, and what sandboxes derive from BaseException
+        try:
+            text = " ".join(str(error).split())
+        except (KeyboardInterrupt, TimeIsUp):
+            raise
+        except BaseException:
+            text = "an error whose text cannot be read"
+        shown = text if len(text) <= 200 else f"{text[:200]} [cut]"
+        raise TaskFault(f"{where} raised {type(error).__name__}: {shown}") from error
+
+
+# ---- What comes back ---------------------------------------------------------------------------------------------------------
+
+
+def read_verdict(value: Any, where: str) -> Verdict:
+    """A verdict whose fields have the declared types; the same object if they had them."""
+    if not isinstance(value, Verdict):
+        raise TaskFault(f"{where} returned a {type(value).__name__}, expected a Verdict")
+    changed: dict[str, Any] = {}
+    for name in Verdict.__dataclass_fields__:
+        given: Any = getattr(value, name)
+        found: Any = "" if name == "expected" else None
+        if name not in ("submitted", "expected"):
+            found = read_truth(given, f"{where}: Verdict.{name}")
+        elif given is not None:
+            found = read_text(given, f"{where}: Verdict.{name}")
+        if found is not given:
+            changed[name] = found
+    return replace(value, **changed) if changed else value
+
+
+def read_feedback(value: Any, where: str) -> tuple[FeedbackField, ...]:
+    """Fields with texts and with names that differ."""
+    if isinstance(value, FeedbackField):
+        value = (value,)
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        raise TaskFault(f"{where} returned a {type(value).__name__}, expected a tuple of FeedbackField")
+    items = list(islice(value, MAX_FIELDS + 1))
+    if len(items) > MAX_FIELDS:
+        raise TaskFault(f"{where} returned more than {MAX_FIELDS} fields")
+    fields: dict[str, FeedbackField] = {}
+    for item in items:
+        if not isinstance(item, FeedbackField):
+            raise TaskFault(f"{where}: feedback holds a {type(item).__name__}, expected FeedbackField(name, text)")
+        name, text = read_text(item.name, f"{where}: FeedbackField.name"), read_text(item.text, f"{where}: FeedbackField.text")
+        if name in fields or name == "full":  # alpha_<name> is a column of metrics.jsonl, and so is alpha_full
+            reason = "two fields have this name" if name in fields else "this name stands for the feedback as a whole"
+            raise TaskFault(f"{where}: field {name!r}: {reason}; give the field another one")
+        same = name is item.name and text is item.text
+        fields[name] = item if same else replace(item, name=name, text=text)
+    if (characters := sum(len(field.text) for field in fields.values())) > MAX_CHARACTERS:
+        raise TaskFault(f"{where}: the fields have {characters:,} characters in all, expected at most {MAX_CHARACTERS:,}")
+    return tuple(fields.values())
+
+
+def read_prompt(value: Any, where: str) -> str:
+    """A prompt, which is a text already."""
+    if not isinstance(value, str):
+        raise TaskFault(f"{where} returned a {type(value).__name__}, expected text")
+    return read_text(value, where)
+
+
+def read_examples(value: Any, where: str, n: int | None = None) -> list[Example]:
+    """The first `n` examples, whose texts are texts."""
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        raise TaskFault(f"{where} returned a {type(value).__name__}, expected a list of Example")
+    found = [read_example(example, f"{where}, entry {i}") for i, example in enumerate(islice(value, n))]
+    if isinstance(value, list | tuple) and len(value) > len(found):
+        logger.warning("%s returned %d examples; the first %d, which were requested, are used", where, len(value), n)
+    return found
+
+
+def read_example(value: Any, where: str) -> Example:
+    """An example whose texts are texts. `answer` and `metadata` are for the task's own methods."""
+    if not isinstance(value, Example):
+        raise TaskFault(f"{where} is a {type(value).__name__}, expected Example(uid=..., question=..., answer=...)")
+    uid = read_text(value.uid, f"{where}: Example.uid")
+    for name in ("question", "solution", "category"):
+        given = getattr(value, name)
+        if not isinstance(given, str) and (given is not None or name == "question"):
+            raise TaskFault(f"{where} ({uid}): Example.{name} is a {type(given).__name__}, expected text")
+    for name in ("labels", "options"):
+        given = getattr(value, name)
+        if not (isinstance(given, list | tuple) and all(isinstance(item, str) for item in given)):
+            raise TaskFault(f"{where} ({uid}): Example.{name} is not a tuple of texts")
+    return value if uid is value.uid else replace(value, uid=uid)
+
+
+def read_truth(value: Any, where: str) -> bool:
+    """True or False; also 0, 1, and values of NumPy and PyTorch with one element."""
+    plain = _plain(value)
+    if isinstance(plain, bool | int | float) and plain in (0, 1):
+        return bool(plain)
+    raise TaskFault(f"{where} is a {type(value).__name__}, expected True or False")
+
+
+def read_text(value: Any, where: str) -> str:
+    """A text, or a finite number as text."""
+    plain = _plain(value)
+    with suppress(ValueError, TypeError, OverflowError):  # NaN, complex numbers, integers of thousands of digits
+        if isinstance(plain, Number) and math.isfinite(plain):  # type: ignore[arg-type]
+            return str(plain)
+    if not isinstance(plain, str):
+        raise TaskFault(f"{where} is a {type(value).__name__}, expected text")
+    if len(plain) > MAX_CHARACTERS:
+        raise TaskFault(f"{where} has {len(plain):,} characters, expected at most {MAX_CHARACTERS:,}")
+    return plain if type(plain) is str else str.__str__(plain)
+
+
+def _plain(value: Any) -> Any:
+    """The Python value of a scalar of NumPy or PyTorch, or of an array with one element."""
+    item = getattr(value, "item", None)
+    with suppress(ValueError, RuntimeError):  # several elements
+        return item() if callable(item) else value
+    return value

@@ -198,7 +198,7 @@ def _read_json_lines(path: Path) -> Rows:
 def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of thousands of digits, too deep
         raise DataError(
             f"{path}, row {number}: expected one JSON object in UTF-8 ({error}); each line must be a complete object"
         ) from error
@@ -212,7 +212,12 @@ def _read_parquet(path: Path) -> Rows:
 
     try:
         return Rows(str(path), pyarrow.parquet.read_table(path).to_pylist())
-    except (OSError, pyarrow.ArrowException) as error:
+    except (
+        OSError,
+        ValueError,
+        OverflowError,
+        pyarrow.ArrowException,
+    ) as error:  # also texts and dates that Python cannot hold
         raise DataError(f"{path} cannot be read as parquet ({_first_line(error)}): download or write it again") from error
 
 

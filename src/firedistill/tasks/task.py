@@ -179,6 +179,6 @@ def _at(rows: Rows, index: int, read: Callable[[Mapping[str, Any]], Result]) -> 
     """`read(rows[index])`; errors name the file and the row."""
     try:
         return read(rows[index])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except Exception as error:  # a subclass may raise any
         reason = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{rows.where(index)}: {reason}") from error

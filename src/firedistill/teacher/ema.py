@@ -102,6 +102,8 @@ class EMAWeights:
         mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
         if mismatch:
             raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}")
+        if spoiled := sorted(name for name, tensor in stored.items() if not tensor.isfinite().all()):
+            raise ValueError(f"{path} holds values that are not finite, in {spoiled[:3]}; resume from an earlier checkpoint")
         with torch.no_grad():
             for name, tensor in self.shadow.items():
                 tensor.copy_(stored[name])  # in place: the address of a tensor can change how products with it round

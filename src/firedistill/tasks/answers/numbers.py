@@ -349,7 +349,7 @@ def _number_at(items: Sequence[_Token], index: int) -> tuple[Fraction | None, in
     mixed = _is_fraction(items, index + 1) and all(_is_integer(items[index + offset]) for offset in (0, 1, 3))
     if mixed and items[index + 1].start > items[index].end:
         fraction, end = _fraction_at(items, index + 1)
-        if value is not None and fraction is not None and fraction <= 1:
+        if value is not None and fraction is not None and fraction < 1:
             return value + fraction, end
     return value, index + 1
 

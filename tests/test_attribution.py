@@ -1,0 +1,72 @@
+"""Inspecting single responses stays within the budgets of training, and says what it leaves out."""
+
+from __future__ import annotations
+
+import pytest
+
+from firedistill import FeedbackField
+from firedistill.attribution import MAX_FIELDS, Inspector
+from firedistill.cli import main as cli
+from firedistill.evaluation import answer_examples
+from tiny import ToyTask, run_config, run_trainer
+
+
+class Fields(ToyTask):
+    """Every response is wrong and gets the same number of fields."""
+
+    def __init__(self, count: int = 2):
+        self.count = count
+
+    def verify(self, example, response):
+        verdict = super().verify(example, response)
+        return type(verdict)(False, verdict.submitted, "even")
+
+    def feedback(self, example, response, verdict):
+        return (FeedbackField(f"f{i}", "hint") for i in range(self.count))
+
+
+def inspector_and_rollouts(checkpoint, folder, count, **changes):
+    trainer = run_trainer(checkpoint, folder, Fields(count), **changes)
+    args = trainer.args
+    rollouts, _ = answer_examples(
+        trainer.rollout_engine, trainer.task, trainer.encoder, trainer.eval_examples, args.sampling, args.budget, args.seed
+    )
+    return Inspector.of(args, trainer.model, trainer.teacher, trainer.head), [r for r in rollouts if r.response_ids]
+
+
+def test_fields_within_the_limit_are_attributed(checkpoint, tmp_path):
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", MAX_FIELDS)
+    told = []
+    records = inspector.wrong_answers(rollouts, 2, told.append)
+    assert len(records) == 2 and told == [1, 2] and len(records[0]["alpha"]) == MAX_FIELDS
+    sums = [full + sum(row[t] for row in records[0]["alpha"]) for t, full in enumerate(records[0]["alpha_full"])]
+    assert sums == pytest.approx([1.0] * len(records[0]["tokens"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "complaint"),
+    [
+        (MAX_FIELDS + 1, {}, f"the feedback has {MAX_FIELDS + 1} fields; attribution is limited to {MAX_FIELDS}"),
+        (
+            20,
+            {"max_context_tokens": 700, "max_prompt_tokens": 400},
+            r"the teacher view has \d+ tokens, max_context_tokens is 700",
+        ),
+    ],
+)
+def test_what_training_would_not_read_is_not_inspected(count, changes, complaint, checkpoint, tmp_path, caplog):
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", count, **changes)
+    with pytest.raises(ValueError, match=rf"^toy/eval/\d: {complaint}$"):
+        inspector.inspect(rollouts[0])
+    assert inspector.wrong_answers(rollouts, 2) == []
+    assert caplog.text.count("left out of the attribution") == len(rollouts)
+
+
+def test_the_command_says_so_in_one_line(checkpoint, tmp_path, capsys):
+    config = run_config(
+        checkpoint, tmp_path / "run", task="test_attribution:Fields", max_context_tokens=300, max_prompt_tokens=200
+    )
+    config.save_yaml(tmp_path / "mine.yaml")
+    assert cli.main(["inspect", str(tmp_path / "mine.yaml"), "--use_cpu", "true"]) == 2
+    told = capsys.readouterr().err
+    assert "toy/eval/0: the teacher view has" in told and "max_context_tokens is 300" in told and told.count("\n") == 1
