@@ -40,7 +40,7 @@ SCALARS = st.one_of(
     TEXTS,
     st.binary(max_size=8),
     st.dates(),
-    st.floats().map(np.float32),
+    st.floats(width=32).map(np.float32),
     st.booleans().map(np.bool_),
     TEXTS.map(np.str_),
     st.booleans().map(torch.tensor),
@@ -125,7 +125,6 @@ def test_examples_are_examples_or_a_fault(value):
 
 # ---- Data files ------------------------------------------------------------------------------------------------------------
 
-NAMES = ["gsm8k", "asdiv", "aqua_rat", "arc_challenge", "winogrande", "wic", "mmlu_pro"]
 CHOICES = {"text": ["one", "two"], "label": ["A", "B"]}
 ROWS = {
     "gsm8k": {"question": "What is 6 times 7?", "answer": "6*7=<<6*7=42>>42\n#### 42"},
@@ -192,7 +191,7 @@ def read_or_refuse(name: str, path: Path, data: bytes) -> None:
 
 
 @fuzz
-@given(data=st.data(), name=st.sampled_from(NAMES), suffix=st.sampled_from([".jsonl", ".jsonl.gz"]))
+@given(data=st.data(), name=st.sampled_from(list(ROWS)), suffix=st.sampled_from([".jsonl", ".jsonl.gz"]))
 def test_json_lines_are_examples_or_one_complaint(data, name, suffix):
     rows = data.draw(changed_rows(name))
     content = damaged(data.draw, "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8", "surrogatepass"))
@@ -203,7 +202,7 @@ def test_json_lines_are_examples_or_one_complaint(data, name, suffix):
 
 
 @fuzz
-@given(data=st.data(), name=st.sampled_from(NAMES))
+@given(data=st.data(), name=st.sampled_from(list(ROWS)))
 def test_parquet_files_are_examples_or_one_complaint(data, name):
     columns = {column: [value] * 2 for column, value in ROWS[name].items()}
     for column in data.draw(st.lists(st.sampled_from([*columns, "other"]), max_size=2)):
