@@ -20,6 +20,11 @@ def visible(text: str) -> str:
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """The text, or its beginning and an ellipsis where it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def process_rank() -> int:
     """The rank that torchrun gives this process; 0 for a process on its own."""
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 from collections.abc import Sequence
@@ -15,11 +16,12 @@ from firedistill.cli.arguments import Parser, config_of, option_names, wants_hel
 from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
 from firedistill.cli.preflight import preflight
 from firedistill.config import SelfDistillConfig
+from firedistill.files import written_at_once
 from firedistill.objectives import registered_objectives
 from firedistill.recipes import built_in_recipes, default_of, option_groups
 from firedistill.report.curves import plot_runs
 from firedistill.run.identity import refuse_another_run
-from firedistill.run.log import read_jsonl
+from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
@@ -73,6 +75,9 @@ def run_training(
         remove_run(folder)
     report = ConsoleReport(trainer, console)
     trainer.add_callback(report)
+    finished = folder / "finished.json"
+    if trainer.is_world_process_zero():
+        finished.unlink(missing_ok=True)
     try:
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
     finally:
@@ -82,7 +87,10 @@ def run_training(
         resume = f"firedistill {command} {folder}"
         console.print(f"stopped by {trainer.stop.name} after step {step}; resume with: {resume}", soft_wrap=True)
         return 128 + trainer.stop.signal
-    print_summary(trainer, folder, console)
+    if trainer.is_world_process_zero():
+        print_summary(trainer, folder, console)
+        with written_at_once(finished) as unfinished:  # last of all: a suite takes it for the end of the run
+            unfinished.write_text(json.dumps({"step": trainer.state.global_step}), encoding="utf-8")
     return 0
 
 
@@ -118,10 +126,10 @@ def remove_run(folder: Path) -> None:
 
 def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -> None:
     """Accuracy before and after, of the whole run, resumed or not; and where its files are."""
-    evaluations, metrics = read_jsonl(folder / "evals.jsonl"), read_jsonl(folder / "metrics.jsonl")
+    evaluations = read_jsonl(folder / "evals.jsonl")
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))
-    if trend := correct_rate_trend(metrics):
+    if trend := correct_rate_trend(iterate_jsonl(folder / "metrics.jsonl")):
         console.print(trend)
     picture = plot_runs([folder], folder / "curves.png")
     if skipped := trainer.counters["skipped_updates"]:
