@@ -177,7 +177,10 @@ def test_options_for_all_runs_win_and_are_checked(toy):
         ),
         ("blocks: [", "is not valid YAML"),
         ("blocks: [{recipes: [toy.yaml], methods: [fire], settings: [1]}]", "settings are .1.; expected a mapping"),
-        ("blocks: [{recipes: [toy.yaml], methods: [fire], settings: {hub_token: hf_X}}]", "hub_token must not be part of a suite"),
+        (
+            "blocks: [{recipes: [toy.yaml], methods: [fire], settings: {hub_token: hf_X}}]",
+            "hub_token must not be part of a suite",
+        ),
         ("blocks: [{recipes: [toy.yaml], methods: [../fire]}]", "cannot be the name of a folder"),
         ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [.inf]}]", "expected numbers above 0"),
         ("seeds: [0]\nseeds: [1]\nblocks: [{recipes: [toy.yaml], methods: [fire]}]", "'seeds' is given twice"),

@@ -119,7 +119,7 @@ def unfailing_output(report_pipes: bool = True) -> Iterator[UnfailingStream]:
         err = UnfailingStream(sys.stderr or no_output, "standard error")
         out.other, err.other = err, out
         out.reports_pipes = err.reports_pipes = report_pipes
-        sys.stdin, sys.stdout, sys.stderr = sys.stdin or no_input, out, err  # type: ignore[assignment]
+        sys.stdin, sys.stdout, sys.stderr = sys.stdin or no_input, out, err
         try:
             yield out
         finally:

@@ -142,16 +142,15 @@ def iterate_jsonl(path: str | Path, left_out: Counter[str] | None = None) -> Ite
         return
     with path.open("rb") as file:
         while line := file.readline(LONGEST_ROW):
-            end = line[-1:]
-            if len(line) == LONGEST_ROW and end != b"\n":
-                while (rest := file.readline(LONGEST_ROW)) and not rest.endswith(b"\n"):
-                    pass
-                found: dict[str, Any] | str = f"longer than {LONGEST_ROW // 2**20} MiB"
-            else:
+            if len(line) < LONGEST_ROW or line.endswith(b"\n"):
                 found = row_of(line)
+            else:
+                found = f"longer than {LONGEST_ROW // 2**20} MiB"
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_ROW)
             if isinstance(found, dict):
                 yield found
-            elif left_out is not None and line.strip() and end == b"\n":
+            elif left_out is not None and line.endswith(b"\n") and line != b"\n":
                 left_out[found] += 1
 
 

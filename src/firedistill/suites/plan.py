@@ -105,7 +105,9 @@ def read_suite(name: str) -> tuple[str, dict[str, Any], Path | None]:
             raise ValueError(f"{name}: a block is {shortened(repr(block))}; expected a mapping")
         unknown = [key for key in block if key not in BLOCK_KEYS | ({"title", "blocks"} if block is content else set())]
         if unknown:
-            raise ValueError(f"{name}: unknown key {shortened(repr(unknown[0]))}; a block may have {', '.join(sorted(BLOCK_KEYS))}")
+            raise ValueError(
+                f"{name}: unknown key {shortened(repr(unknown[0]))}; a block may have {', '.join(sorted(BLOCK_KEYS))}"
+            )
     return (path.stem if path.is_file() else name), content, (path.resolve().parent if path.is_file() else None)
 
 
@@ -198,7 +200,9 @@ def resolved(command: str, recipe: str, settings: Mapping[str, Any]):
 def listed(block: Mapping[str, Any], key: str, name: str, default: list[Any] | None = None) -> list[Any]:
     values = block.get(key, default)
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{name}: {key} is {shortened(repr(values))}; expected a list, for instance {key}: [{key.rstrip('s')}]")
+        raise ValueError(
+            f"{name}: {key} is {shortened(repr(values))}; expected a list, for instance {key}: [{key.rstrip('s')}]"
+        )
     return values
 
 
