@@ -466,7 +466,7 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
     plan = suite.plan
     slow = plan.runs[0]
     process = forked(work, suite, plan, {slow.id: "sleep"})
-    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow).get("pid"))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     child = suite.record(slow)["pid"]
@@ -500,7 +500,7 @@ def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
 def test_sigterm_stops_the_runs_and_leaves_them_to_do(behaviour, suite):
     plan = suite.plan
     process = forked(quietly, suite, plan, {plan.runs[0].id: behaviour})
-    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]).get("pid"))
     child = suite.record(plan.runs[0])["pid"]
     process.terminate()
     process.join(10)
@@ -512,7 +512,7 @@ def test_sigterm_stops_the_runs_and_leaves_them_to_do(behaviour, suite):
 def test_a_second_signal_kills_the_runs_that_do_not_stop(suite):
     plan = suite.plan
     process = forked(quietly, suite, plan, {plan.runs[0].id: "stubborn"})
-    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]).get("pid"))
     child = suite.record(plan.runs[0])["pid"]
     process.terminate()
     process.join(0.5)
@@ -528,7 +528,7 @@ def test_the_end_of_the_terminal_stops_a_suite_unless_it_runs_under_nohup(suite)
     plan = suite.plan
     slow = plan.runs[0]
     process = forked(in_a_terminal, suite, plan, {slow.id: "sleep"})
-    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow).get("pid"))
     os.kill(process.pid, signal.SIGHUP)
     process.join(10)
     assert process.exitcode == 0 and suite.state(slow).name == "to do"

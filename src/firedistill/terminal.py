@@ -129,10 +129,12 @@ def unfailing_output(report_pipes: bool = True) -> Iterator[UnfailingStream]:
 
 
 def quiet_libraries() -> None:
-    """Hide the progress bars and developer notes of the libraries. Their warnings to users stay."""
+    """Hide the progress bars and developer notes of the libraries. Their warnings to users stay, those of the main process."""
     import transformers  # takes seconds to import
 
     transformers.utils.logging.disable_progress_bar()
+    if process_rank():
+        transformers.utils.logging.set_verbosity_error()
     if logging.lastResort is not None:  # prints the package's warnings where logging is not configured
         logging.lastResort.setFormatter(Visibly())
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)

@@ -115,6 +115,7 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
 
     Raises:
         ValueError: no path is a run directory or a suite with a run that has completed a step.
+        OSError: the only path cannot be read.
     """
     runs: dict[Path, Run] = {}
     titles: list[str] = []
@@ -130,6 +131,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
                 found = [read_run(path)]
             runs |= {run.folder.resolve(): run for run in found}
         except UNREADABLE as error:
+            if len(paths) == 1:
+                raise
             notes.append(left_out(path, error))
     for run in runs.values():
         notes += [f"{run.name}, {note}." for note in run.notes]

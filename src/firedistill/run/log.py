@@ -165,7 +165,10 @@ def row_of(line: bytes) -> dict[str, Any] | str:
     step = row.get("step")
     if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step <= LAST_STEP or step != int(step):
         return "without a whole number as step"
-    return {name: math.nan if value is None else value for name, value in row.items()} | {"step": int(step)}
+    if None in row.values():
+        row = {name: math.nan if value is None else value for name, value in row.items()}
+    row["step"] = int(step)
+    return row
 
 
 def last_row(path: str | Path) -> dict[str, Any] | None:
