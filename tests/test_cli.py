@@ -306,6 +306,15 @@ def test_the_forms_of_an_option():
         (b"1: 2", "unknown option 1 in"),
         (b"on: 2", "unknown option True in"),
         (b"zzzzqqqq: 2", "see --help and --help-all"),
+        (b"seed: 1\nmodel: lab\nseed: 2", "'seed' is given twice"),
+        (b"task: " + b"[" * 40 + b"]" * 40, "nested more than 30 levels deep"),
+        (b"task: " + b"x" * 300_000, "longer than 256 KiB"),
+        (b"seed: " + b"9" * 5000, "is not valid YAML"),
+        (b"seed: 2001-13-01", "month must be in 1..12"),
+        (b"seed: !!bool x", "is not valid YAML"),
+        (b"seed: !!timestamp x", "is not valid YAML"),
+        (b"seed: !!int ''", "is not valid YAML"),
+        (b"seed: [" + b"x, " * 1000 + b"]", r"seed in .* is \['x', .*…: expected a whole number"),
     ],
 )
 def test_recipes_that_cannot_be_read(text, complaint, tmp_path):
@@ -456,6 +465,20 @@ def test_help_of_the_other_commands(command, first, firedistill):
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_says_last_of_all_that_it_is_finished(run, recipe, tmp_path, firedistill):
+    """Suites rely on it."""
+    assert json.loads((run / "finished.json").read_text()) == {"step": 4}
+    times = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert max(times.values()) == times[run / "finished.json"] > times[run / "curves.png"]
+    copy = shutil.copytree(run, tmp_path / "run")
+    assert firedistill("train", copy, "--max_steps", "5", "--allow_changes", "max_steps", "--task_timeout", "none").status == 0
+    assert json.loads((copy / "finished.json").read_text()) == {"step": 5}
+    (copy / "curves.png").unlink()
+    (copy / "curves.png").mkdir()  # cannot be drawn
+    again = ("train", copy, "--max_steps", "6", "--allow_changes", "max_steps")
+    assert firedistill(*again).status == 2 and not (copy / "finished.json").exists()
 
 
 def test_the_run(run):
@@ -620,7 +643,7 @@ def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
     told = firedistill("inspect", copy, "--save", "--checkpoint", 2, "--output_dir", copy)
     assert told.status == 0 and (copy / "attribution" / "step_000002.json").is_file(), told.err
     notes = []
-    assert [found["step"] for found in attributions_of(read_run(copy), notes)] == [2, 4] and not notes
+    assert [found["step"] for found in attributions_of(read_run(copy), notes)[0]] == [2, 4] and not notes
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import csv
 import hashlib
 import json
 import math
+import os
+import random
 import re
 from html.parser import HTMLParser
 
@@ -16,19 +18,23 @@ import yaml
 from firedistill.cli import main as cli
 from firedistill.report import figures
 from firedistill.report.build import write_report
-from firedistill.report.charts import CHARTS, evaluation_curve, interpolated_curve, step_curve
+from firedistill.report.charts import CHARTS, THINNED, evaluation_curve, interpolated_curve, step_curve
 from firedistill.report.collapse import (
+    ACCURACY_POINTS,
     accuracy_drop,
     collapses,
     gradient_bursts,
     gradients_not_finite,
+    lasting_fall,
     length_collapse,
     runaway_length,
     sampling_drop,
 )
+from firedistill.report.curves import PANELS, plot_runs
 from firedistill.report.groups import makes_a_difference, read_study
+from firedistill.report.log import EVALUATIONS, METRICS, Log
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.read import column, read_run
+from firedistill.report.read import read_run
 from firedistill.report.tables import (
     accuracy_tables,
     csv_text,
@@ -42,6 +48,7 @@ from firedistill.report.tables import (
 from firedistill.run.log import json_line
 from firedistill.suites.plan import Plan, PlannedRun
 from firedistill.suites.run import SuiteFolder
+from firedistill.terminal import visible
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&\u2028<!--{{ 7*7 }}"
 
@@ -204,7 +211,7 @@ def test_a_path_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\) and not a suite"):
         read_study([tmp_path])
     write_run(tmp_path / "a", steps=0, accuracies=())
-    with pytest.raises(ValueError, match="has completed a step yet"):
+    with pytest.raises(ValueError, match="has not completed a step yet"):
         read_study([tmp_path / "a"])
     (tmp_path / "a" / "config.yaml").write_text("[1]")
     with pytest.raises(ValueError, match="must hold a mapping of settings, not list"):
@@ -230,8 +237,7 @@ def test_an_unfinished_suite(tmp_path):
     write_run(suite.run_folder(names[1]), (0.5, 0.3), learning_rate=2e-3)
     write_run(suite.run_folder(names[2]), (0.5, 0.7), steps=5, method="srpo")
     for name in names[:2]:
-        (suite.run_folder(name) / "adapter").mkdir()
-        (suite.run_folder(name) / "adapter" / "adapter_config.json").touch()
+        (suite.run_folder(name) / "finished.json").write_text('{"step": 10}')
     study, written = write_report([suite.folder], tmp_path / "out")
     # The logs have 6 seconds per step; 5 and 10 steps are left.
     assert study.title == "My suite" and study.notes[0] == "Suite mine: 2 done, 2 to do; about 90 s left."
@@ -295,9 +301,9 @@ def test_a_column_has_no_rows_without_a_finite_value():
         {"step": 4, "a": math.inf},
         {"step": 5, "a": 0.5, "b": 9},
     ]
-    assert (
-        column(rows, "a") == ([1, 5], [5, 0.5]) and column(rows, "a", by="b") == ([9], [0.5]) and column(rows, "c") == ([], [])
-    )
+    log = Log.of(rows, ["step", "a", "b"])
+    found = [[side.tolist() for side in log.column(*names)] for names in (("a",), ("a", "b"), ("c",))]
+    assert found == [[[1, 5], [5, 0.5]], [[9], [0.5]], [[], []]]
 
 
 def test_noisy_columns_become_running_means_of_each_run(tmp_path):
@@ -307,7 +313,8 @@ def test_noisy_columns_become_running_means_of_each_run(tmp_path):
     (chart,) = (chart for chart in CHARTS if chart.name == "sampled-answers")
     # Windows of 11 steps are cut at the ends: those of steps 1 to 3 hold 6 to 8 values. In percent.
     expected = [100 / 6, 100 / 7, 100 / 8, 100 / 8, 100 / 8, 100 / 8, 100 / 7, 100 / 6]
-    assert chart.points(run) == (list(range(1, 9)), pytest.approx(expected))
+    points = chart.points(run)
+    assert (points.x, points.mean) == (list(range(1, 9)), pytest.approx(expected)) and not points.thinned
     curve = chart.curve([run, same])
     assert curve.low == pytest.approx(expected) and curve.high == pytest.approx([50] * 8)
     assert curve.mean == pytest.approx([(50 + value) / 2 for value in expected])
@@ -400,10 +407,9 @@ def test_the_events_of_a_run_in_order():
     ]
     metrics[4]["grad_norm"] = math.nan
     evaluations = [{"step": 0, "accuracy": 0.6, "stderr": 0.01, "n": 9}, {"step": 60, "accuracy": 0.1, "stderr": 0.01, "n": 9}]
-    evaluations.append({"step": 60, "accuracy": math.nan, "stderr": math.nan, "n": 0})
-    found = [(event.step, event.rule) for event in collapses(metrics, evaluations)]
+    found = [(event.step, event.rule) for event in collapses(Log.of(metrics), Log.of(evaluations, EVALUATIONS))]
     assert found == [(5, "gradient not finite"), (23, "length collapse"), (30, "gradient burst"), (60, "accuracy drop")]
-    assert collapses([], []) == [] and collapses([{"step": 1, "loss": 0.5}], []) == []
+    assert collapses(Log.of([]), Log.of([])) == [] and collapses(Log.of([{"step": 1, "loss": 0.5}]), Log.of([])) == []
 
 
 def test_the_page_reads_the_rules_from_their_docstring():
@@ -476,7 +482,7 @@ def test_no_text_can_break_out_of_the_page(hostile, tmp_path):
     assert [tag for tag, _ in page.elements].count("script") == 2 and "img" not in dict(page.elements)
     assert text.count("</script") == 2 and "<!--" not in text.partition("<body>")[2]
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert HOSTILE.replace("\u2028", "") in page.text.replace("\u2028", ""), "shown literally, the braces of the template too"
+    assert visible(HOSTILE) in page.text, "shown literally, the braces of the template too"
     data = json.loads(page.scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     example = data["attributions"][0]["examples"][0]
     assert example["prompt"] == example["tokens"][0] == example["fields"][0]["name"] == HOSTILE
@@ -534,7 +540,243 @@ def test_an_invalid_attribution_file_is_left_out_with_a_note(content, tmp_path):
     (run / "attribution").mkdir()
     (run / "attribution" / "step_000001.json").write_text(content)
     notes = []
-    assert attributions_of(read_run(run), notes) == [] and "is left out because it is not an attribution file" in notes[0]
+    assert attributions_of(read_run(run), notes) == ([], 0) and "is left out because it is not an attribution file" in notes[0]
+
+
+# ---- Runs of nonsense ----------------------------------------------------------------------------------------------------------
+
+
+def damaged(run, name, text):
+    (run / name).unlink(missing_ok=True)
+    (run / name).write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+
+
+NO_ROWS = {  # lines among those of a good log, and what the report says of them
+    "[1, 2]": "1 line left out: not a JSON object",
+    "17": "1 line left out: not a JSON object",
+    '{"grad_norm": 1.0}': "1 line left out: without a whole number as step",
+    '{"step": -1}': "1 line left out: without a whole number as step",
+    '{"step": 2.5}': "1 line left out: without a whole number as step",
+    '{"step": true}': "1 line left out: without a whole number as step",
+    '{"step": NaN}\n{"step": 1e999}': "2 lines left out: without a whole number as step",
+    '{"step": ' + "9" * 300 + "}": "1 line left out: without a whole number as step",
+    '{"step": ' + "9" * 5000 + "}": "1 line left out: not JSON",
+    "{" * 100_000: "1 line left out: not JSON",
+    '{"step": 3, "grad_norm"': "1 line left out: not JSON",
+    "\x00\x01": "1 line left out: not JSON",
+    b"\xff\xfe{": "1 line left out: not JSON",
+    '{"step": 4, "x": "' + "x" * 2**20 + '"}': "1 line left out: longer than 1 MiB",
+    '{"step": 11, "grad_norm": "high"}': "1 value left out: grad_norm is not a number",
+    '{"step": 11, "entropy": {}}': "1 value left out: entropy is not a number",
+    '{"step": 10, "grad_norm": 0.5}': "1 row left out: a later one has the same step",
+    '{"step": 0, "grad_norm": 0.5}': "the rows are not in the order of their steps",
+    '{"step": 1000000000, "grad_norm": 0.5}': "",
+    '{"step": 11, "grad_norm": 1e308, "entropy": 5e-324, "generated_tokens": -1e308, "correct_rate": 1e999}': "",
+    '{"step": 11, "grad_norm": ' + "9" * 400 + "}": "1 value left out: grad_norm is not a number",
+}
+
+
+@pytest.mark.parametrize("lines", NO_ROWS)
+def test_lines_that_are_no_rows_are_left_out_and_named(lines, tmp_path):
+    run = write_run(tmp_path / "run", metrics={"entropy": [0.5] * 10, "correct_rate": [0.5] * 10})
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write((lines if isinstance(lines, bytes) else lines.encode()) + b"\n" + b'{"step": 11, "cut off by a kill')
+    study, notes = read_study([run]), []
+    assert study.notes == ([f"run, metrics.jsonl: {NO_ROWS[lines]}."] if NO_ROWS[lines] else []) and overview(study)
+    assert plot_runs([run], tmp_path / "curves.png", notes=notes).is_file()
+    assert notes == [f"{run}, metrics.jsonl: {NO_ROWS[lines]}."] * bool(NO_ROWS[lines])
+
+
+def test_the_report_names_what_it_leaves_out_and_draws_the_rest(tmp_path, capsys, recwarn):
+    """All of these lines in one run, and a good run."""
+    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", (0.5, 0.6), seed=1)
+    lines = [line if isinstance(line, bytes) else line.encode() for line in NO_ROWS]
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        damaged(
+            bad,
+            name,
+            b"\n".join([(bad / name).read_bytes(), *lines, b'{"step": 12, "accuracy": "x", "n": [], "stderr": -1}\n']),
+        )
+    assert cli.main(["report", str(good), str(bad), "-o", str(tmp_path / "out")]) == 0
+    told, page = capsys.readouterr().out, (tmp_path / "out" / "index.html").read_text()
+    for said in (
+        "bad, metrics.jsonl: 2 lines left out: not a JSON object.",
+        "bad, evals.jsonl: 1 line left out: longer than 1 MiB.",
+    ):
+        assert said in told and said in page
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]
+
+
+NO_RUNS = {  # content of config.yaml
+    "": "must hold a mapping of settings, not NoneType",
+    "[1, 2]": "must hold a mapping of settings, not list",
+    "a: [": "is not valid YAML",
+    b"\xff\xfe\x00": "is not valid YAML",
+    "\n".join(["x0: &x0 [lol]", *(f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 12))]): "has aliases",
+    "[" * 100_000: "nested more than 30 levels deep",
+    "x: " + "y" * 2**20: "longer than 256 KiB",
+    "learning_rate: 1": "max_steps in config.yaml is None: expected a whole number",
+    "{learning_rate: [1], max_steps: 3}": "learning_rate in config.yaml is [1]: expected a number",
+    "{learning_rate: .nan, max_steps: 3}": "learning_rate in config.yaml is nan: expected a number",
+    "{learning_rate: 0, max_steps: 3}": "learning_rate in config.yaml is 0: expected a number from 1e-30 to 1e+30",
+    "{learning_rate: 1, max_steps: .inf}": "max_steps in config.yaml is inf: expected a whole number",
+    "{learning_rate: 1, max_steps: 3, seed: x}": "seed in config.yaml is 'x': expected a whole number",
+    "{learning_rate: 1, max_steps: 3, per_device_train_batch_size: []}": "per_device_train_batch_size in config.yaml is []",
+}
+
+
+@pytest.mark.parametrize("config", NO_RUNS)
+def test_a_bad_run_is_left_out_and_named_and_the_others_are_shown(config, tmp_path, capsys):
+    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", seed=1)
+    damaged(bad, "config.yaml", config)
+    study = read_study([bad, good])
+    (note,) = study.notes
+    assert note.startswith(f"{bad} is left out: ") and NO_RUNS[config] in note and [run.name for run in study.runs] == ["good"]
+    assert cli.main(["report", str(bad), "-o", str(tmp_path / "out")]) == 2
+    assert NO_RUNS[config] in capsys.readouterr().err
+
+
+def test_paths_that_are_no_runs_are_left_out_and_named(tmp_path):
+    good = write_run(tmp_path / "good")
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "plan" / "plan.json").write_text("[]")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    study = read_study([tmp_path / "nowhere", tmp_path / "plan", tmp_path / "loop", tmp_path / "good" / "config.yaml", good])
+    assert [run.name for run in study.runs] == ["good"]
+    for name in ("nowhere", "plan", "loop", "config.yaml"):
+        assert sum(f"{name} is left out" in note for note in study.notes) == 1
+
+
+def test_files_that_are_no_files_are_left_out_and_named(tmp_path):
+    """Reading a pipe would wait for ever, reading a device would not end."""
+    good, bad = write_run(tmp_path / "good"), write_run(tmp_path / "bad", seed=1)
+    for name in ("evals.jsonl", "metrics.jsonl"):
+        (bad / name).unlink()
+    os.mkfifo(bad / "evals.jsonl")
+    (bad / "metrics.jsonl").symlink_to("/dev/zero")
+    (good / "attribution").mkdir()
+    os.mkfifo(good / "attribution" / "step_000001.json")
+    study, _ = write_report([good, bad], tmp_path / "out")
+    assert [run.name for run in study.runs] == ["good"]
+    for said in (
+        "bad, evals.jsonl is left out: it is not a regular file.",
+        "bad, metrics.jsonl is left out: it is not a regular file.",
+        "step_000001.json is left out because it is not an attribution file that can be shown: ValueError it is not a regular file",
+    ):
+        assert any(said in note for note in study.notes)
+    (bad / "config.yaml").unlink()
+    os.mkfifo(bad / "config.yaml")
+    assert [run.name for run in read_study([good, bad]).runs] == ["good"]
+
+
+def test_a_bad_run_of_a_suite_is_left_out_and_named(tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    names = ["x-fire-seed0", "x-fire-seed1", "x-fire-seed2"]
+    suite.widen(
+        Plan(
+            "mine",
+            "My\x1b[31m \ud800suite",
+            {},
+            [PlannedRun(n, "train", "x", {}, "m", "t", "fire", 0, 1e-3, 10) for n in names],
+        )
+    )
+    for seed, name in enumerate(names):
+        damaged(write_run(suite.run_folder(name), seed=seed), "finished.json", '{"step": 10}')
+    damaged(suite.run_folder(names[0]), "config.yaml", "[")
+    damaged(suite.run_folder(names[1]), "metrics.jsonl", "[1, 2]\n")
+    study, _ = write_report([suite.folder], tmp_path / "out")
+    assert [run.name for run in study.runs] == names[2:] and study.title == r"My\x1b[31m \ud800suite"
+    assert any(note.startswith("x-fire-seed0 is left out: ") for note in study.notes)
+    assert "x-fire-seed1, metrics.jsonl: 1 line left out: not a JSON object." in study.notes
+    assert "x-fire-seed1 has not completed a step yet." in study.notes
+
+
+def test_names_that_no_encoding_has_and_names_that_are_too_long(tmp_path):
+    folders = [
+        write_run(tmp_path / "a\udcff", model="a/" + "x" * 1000, task="\ud800", lora_target_modules=["y" * 5000, "1"]),
+        write_run(tmp_path / "b", model="a/" + "x" * 1000, task="\ud800", lora_target_modules=["y" * 5000, "2"]),
+        write_run(tmp_path / "c", model="b/same"),
+        write_run(tmp_path / "d", model="c/same"),
+    ]
+    study, written = write_report(folders, tmp_path / "out")
+    assert len({path for path in written}) == len(written), "no file is written over another one"
+    assert all(len(path.name) < 120 and path.is_file() for path in written)
+    assert study.runs[0].name == r"a\udcff" and len({group.label for _, group in study.groups[:2]}) == 2
+    first = study.settings[0].groups
+    assert len(first) == 2 and all(len(group.label) < 300 for group in first), "long values are shortened, groups stay apart"
+
+
+def test_categories_without_end(tmp_path):
+    run = write_run(tmp_path / "run", ({"accuracy": 0.5} | {f"accuracy_{i}": 0.5 for i in range(1000)},) * 2)
+    study = read_study([run])
+    assert len(accuracy_tables(study)[1].columns) == 101
+    assert study.notes == ["run, evals.jsonl: 900 columns left out: beyond the first 100 of categories."]
+
+
+# ---- Long runs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_long_curves_are_thinned_out_and_say_so(tmp_path):
+    count = 20_000
+    norms = [0.5 + i % 7 / 100 for i in range(count)]
+    norms[12_345], norms[777] = 50.0, 0.001
+    run = write_run(tmp_path / "run", max_steps=count, metrics={"grad_norm": norms, "correct_rate": [0.5] * count})
+    study, _ = write_report([run], tmp_path / "out")
+    (chart,) = (chart for chart in CHARTS if chart.name == "gradient-norm")
+    curve = chart.curve(study.runs)
+    assert curve.thinned and curve.of == count and len(curve.x) <= 1002
+    assert (curve.x[0], curve.x[-1]) == (1, count) and curve.x == sorted(set(curve.x))
+    assert curve.high[curve.x.index(12_346)] == 50.0 and curve.low[curve.x.index(778)] == 0.001, "extremes stay"
+    assert all(mean == norms[int(x) - 1] for x, mean in zip(curve.x, curve.mean, strict=True))
+    page = (tmp_path / "out" / "index.html").read_text()
+    data = json.loads(Page(page).scripts[0])
+    points = data["settings"][0]["groups"][0]["runs"][0]["points"]["gradient-norm"]
+    assert points["of"] == count and len(points["x"]) == len(points["mean"]) <= 1002 and len(page) < 400_000
+    assert data["thinned"] == THINNED and THINNED in (tmp_path / "out" / "figures" / "gradient-norm.svg").read_text()
+    assert THINNED not in (tmp_path / "out" / "figures" / "accuracy.svg").read_text()
+    assert THINNED in plot_runs([run], tmp_path / "curves.svg").read_text()
+    short = chart.curve([read_run(write_run(tmp_path / "short", max_steps=2000))])
+    assert not short.thinned and len(short.x) == 2000
+
+
+def test_events_without_end_are_counted():
+    steps = list(range(1, 10_001))
+    norms = [math.nan if step % 10 == 0 else 50.0 if step % 10 == 5 else 0.5 for step in steps]
+    for events, rule in (
+        (gradients_not_finite(steps, norms), "gradient not finite"),
+        (gradient_bursts(steps, norms), "gradient burst"),
+    ):
+        assert len(events) == 20 and {event.rule for event in events} == {rule}
+        assert re.search(r"; 9[78]\d more up to step (10000|9995)$", events[-1].text) and "more" not in events[-2].text
+
+
+def test_a_fall_is_found_as_by_trying_every_position():
+    """The definition, literally, on random curves."""
+
+    def literally(values, errors, times):
+        def below(later, best):
+            margin = max(ACCURACY_POINTS, times * math.hypot(errors[later], errors[best]))
+            return values[later] < values[best] - margin
+
+        for first in range(1, len(values)):
+            best = max(range(first), key=lambda position: values[position])
+            if all(below(later, best) for later in range(first, len(values))):
+                return best, first
+        return None
+
+    chance = random.Random(0)
+    found = []
+    for _ in range(300):
+        values = [round(chance.random(), 1) * (1 if i < 6 else chance.choice([1, 0.5])) for i in range(chance.randrange(12))]
+        errors = [chance.choice([0.0, 0.02, 0.1]) for _ in values]
+        found.append(lasting_fall(values, errors, 2.0))
+        assert found[-1] == literally(values, errors, 2.0)
+    assert sum(fall is not None for fall in found) > 30
+
+
+def test_the_columns_that_charts_need_are_read():
+    assert {chart.y for chart in CHARTS if chart.over_steps} | {key for _, key, _ in PANELS[1:]} <= set(METRICS)
+    assert {chart.x for chart in CHARTS if not chart.over_steps} <= set(EVALUATIONS)
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------------------------

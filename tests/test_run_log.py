@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -277,5 +278,9 @@ def test_a_folder_without_a_run_has_no_picture(tmp_path):
 
 
 def test_smoothing_keeps_length_and_level():
-    assert running_mean([3.0], 5) == [3.0] and running_mean([2.0] * 7, 5) == [2.0] * 7
-    assert running_mean([0.0, 0.0, 5.0, 0.0, 0.0], 5) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])
+    def smooth(values):
+        return running_mean(np.array(values), 5).tolist()
+
+    assert smooth([]) == [] and smooth([3.0]) == [3.0] and smooth([2.0] * 7) == [2.0] * 7
+    assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])
+    assert smooth([1e90, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])[-1] == pytest.approx(1 / 3), "a large value affects its own window only"

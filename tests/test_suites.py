@@ -176,6 +176,20 @@ def test_options_for_all_runs_win_and_are_checked(toy):
             "two runs are named toy-fire-seed0",
         ),
         ("blocks: [", "is not valid YAML"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], settings: [1]}]", "settings are .1.; expected a mapping"),
+        (
+            "blocks: [{recipes: [toy.yaml], methods: [fire], settings: {hub_token: hf_X}}]",
+            "hub_token must not be part of a suite",
+        ),
+        ("blocks: [{recipes: [toy.yaml], methods: [../fire]}]", "cannot be the name of a folder"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [.inf]}]", "expected numbers above 0"),
+        ("seeds: [0]\nseeds: [1]\nblocks: [{recipes: [toy.yaml], methods: [fire]}]", "'seeds' is given twice"),
+        ("a: &a [1]\nblocks: [*a, *a]", "has aliases"),
+        ("[" * 10_000, "nested more than 30 levels deep"),
+        ("title: " + "x" * 300_000, "longer than 256 KiB"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], seeds: &s 2001-99-99}]", "is not valid YAML: month must be"),
+        (f"blocks: [{{recipes: [toy.yaml], methods: [fire], seeds: [{'1,' * 10_001}]}}]", "stands for 10,001 runs"),
+        ("blocks: [{1: 2, x: 3}]", "unknown key 1"),
     ],
 )
 def test_invalid_suite_files(text, complaint, toy):
@@ -185,6 +199,40 @@ def test_invalid_suite_files(text, complaint, toy):
         from firedistill.objectives import load_objective
 
         [load_objective(run.method, {}) for run in plan.runs]
+
+
+def test_a_token_reaches_neither_files_nor_command_lines(toy, tmp_path, capsys):
+    assert cli.main(["suite", str(toy), "-o", str(tmp_path / "s"), "--hub_token", "hf_SECRET"]) == 2
+    told = capsys.readouterr()
+    assert "hub_token must not be part of a suite" in told.err and "set HF_TOKEN instead" in told.err
+    assert "hf_SECRET" not in told.err + told.out and not (tmp_path / "s").exists()
+    assert cli.main(["suite", str(toy), "--dry-run", "--hub-token=hf_SECRET"]) == 2
+    toy.parent.joinpath("toy.yaml").write_text(RECIPE.format(model="somewhere") + "hub_token: [hf_SECRET]\n")
+    assert cli.main(["suite", str(toy), "--dry-run"]) == 2
+    told = capsys.readouterr()
+    assert "hub_token in " in told.err and "hf_SECRET" not in told.err + told.out
+
+
+NO_PLANS = [
+    "", "{", "[]", "null", "{}", '{"runs": 3}', '{"suite": "s", "title": "t", "options": {}, "runs": [3]}', "[" * 100_000,
+    *(
+        json.dumps({"suite": "s", "title": "t", "options": {}, "runs": [run | change]})
+        for run in [dict(id="a", command="train", recipe="x", settings={}, model="m", task="t", method="fire", seed=0,
+                         learning_rate=1.0, max_steps=3)]
+        for change in [{"id": "../a"}, {"id": ""}, {"id": "a/b"}, {"id": 3.5}, {"seed": "x"}, {"learning_rate": None}, {"steps": 1},
+                       {"max_steps": 0}, {"command": "rm"}, {"needs": "b"}, {"settings": []}, {"settings": {"hub_token": "hf_X"}}]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_PLANS)
+def test_no_plan_is_refused_in_words(text, tmp_path):
+    (tmp_path / "plan.json").write_text(text)
+    if '"id": 3.5' in text:
+        assert read_plan(tmp_path / "plan.json").runs[0].id == "3.5"
+        return
+    with pytest.raises(ValueError, match=r"plan.json is not the plan of a suite: .+"):
+        read_plan(tmp_path / "plan.json")
 
 
 def test_every_built_in_suite_can_be_read():
@@ -254,6 +302,8 @@ with (folder / "metrics.jsonl").open("w") as file:
 (folder / "evals.jsonl").write_text(json.dumps({"step": steps, "accuracy": 0.5, "n": 4}) + "\\n")
 (folder / "adapter").mkdir(exist_ok=True)
 (folder / "adapter" / "adapter_config.json").touch()
+if behaviour != "half-way":
+    (folder / "finished.json").write_text(json.dumps({"step": steps}))
 """
 
 
@@ -320,6 +370,90 @@ def test_a_run_that_was_finished_before_anybody_could_write_it_down_is_done(suit
     assert len(calls(suite, plan.runs[0].id)) == 1
 
 
+def test_a_run_is_done_when_it_says_so_and_not_before(suite):
+    """`os._exit(0)` in a verifier; a kill between the adapter and the last files, with and without its suite process."""
+    plan = suite.plan
+    first, second = plan.runs[:2]
+    subprocess.run(stub({first.id: "half-way"})(suite, first), check=True)
+    assert (suite.run_folder(first) / "adapter" / "adapter_config.json").is_file()
+    assert (suite.state(first).name, suite.state(first).step) == ("to do", 16)
+    states, events = work(suite, plan, {second.id: "half-way"})
+    assert states == {run.id: "failed" if run == second else "done" for run in plan.runs}
+    assert any("failed, exit status 0 after step 16 of 16, but the run has not reached its end" in line for line in events)
+    for nonsense in ("", "{", "[]", "{}", '{"step": "x"}', '{"step": 15}', "\x00", "[" * 100_000):
+        (suite.run_folder(second) / "finished.json").write_text(nonsense)
+        assert suite.state(second).name == "failed"
+    assert set(work(suite, plan, retry_failed=True)[0].values()) == {"done"}
+
+
+NO_STATES = [
+    "", "{", "[1]", '"running"', "null", "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"), "[" * 100_000,
+    '{"state": "running"}', '{"state": "running", "host": "x", "since": 1e308, "from_step": 0, "pid": 2}',
+    '{"state": "running", "host": "x", "since": 1, "from_step": 0, "pid": -1}', '{"state": "done", "accuracy": "x"}',
+    '{"state": "failed", "seconds": []}', '{"state": ["done"]}', '{"state": "done", "steps": 1e999}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_STATES)
+def test_a_damaged_state_file_is_no_state(text, suite):
+    run = suite.plan.runs[0]
+    suite.state_path(run).write_text(text)
+    assert suite.states(suite.plan)[run.id] == RunState("to do")
+    assert work(suite, suite.plan, runs=[run])[0][run.id] == "done"
+
+
+def test_a_run_that_was_started_but_not_written_down_is_not_started_again(suite):
+    """The suite process was killed in between; the run's process has the lock."""
+    run, *others = suite.plan.runs
+    trainer = sleeper(suite.state_path(run, "trainer.lock"))
+    assert (suite.state(run).name, suite.state(run).note) == ("running", "starting")
+    states, _ = work(suite, suite.plan)
+    assert states == {run.id: "running"} | {other.id: "done" for other in others} and not calls(suite, run.id)
+    trainer.kill()
+    trainer.wait()
+    assert work(suite, suite.plan)[0][run.id] == "done"
+
+
+def test_a_full_disk_stops_no_run_that_is_active(suite, monkeypatch):
+    plan = suite.plan
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(running, "write_json", full)
+    states, events = work(suite, plan)
+    assert set(states.values()) == {"done"} and not list((suite.folder / "state").glob("*.json"))
+    told = [line for line in events if "its state cannot be written ([Errno 28] No space left on device)" in line]
+    assert len(told) == len(plan.runs), "once for each run"
+
+
+def test_a_run_whose_log_cannot_be_written_is_not_started_and_the_others_are(suite, capsys, monkeypatch):
+    blocked = suite.plan.runs[1]
+    suite.log_path(blocked).mkdir()
+    monkeypatch.setattr(command, "Runner", functools.partial(Runner, command=stub({}), pause=0.02))
+    assert cli.main(["suite", str(suite.folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"{blocked.id}: not started ([Errno 21] Is a directory" in out and "3 done, 1 to do" in out
+    assert f"not executed: {blocked.id}; the same command continues the suite" in out
+    suite.log_path(blocked).rmdir()
+    assert cli.main(["suite", str(suite.folder)]) == 0
+
+
+def test_locks_that_cannot_be_written_leave_active_runs_alone(suite, monkeypatch):
+    first, *_ = plan_runs = suite.plan.runs
+
+    def no_more(path):
+        if first.id in path.name:
+            return lock(path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(running, "lock", no_more)
+    events = []
+    with pytest.raises(OSError, match="No space left"):
+        Runner(suite, suite.plan, plan_runs, [{}, {}], command=stub({}), on_event=events.append, pause=0.02).work()
+    assert suite.state(first).name == "done" and sum("waiting for the runs that are active" in line for line in events) == 1
+
+
 def test_runs_are_spread_over_the_gpus(suite):
     plan = suite.plan
     work(suite, plan, slots=[{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "7"}])
@@ -332,7 +466,7 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
     plan = suite.plan
     slow = plan.runs[0]
     process = forked(work, suite, plan, {slow.id: "sleep"})
-    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow).get("pid"))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     child = suite.record(slow)["pid"]
@@ -366,7 +500,7 @@ def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
 def test_sigterm_stops_the_runs_and_leaves_them_to_do(behaviour, suite):
     plan = suite.plan
     process = forked(quietly, suite, plan, {plan.runs[0].id: behaviour})
-    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]).get("pid"))
     child = suite.record(plan.runs[0])["pid"]
     process.terminate()
     process.join(10)
@@ -378,7 +512,7 @@ def test_sigterm_stops_the_runs_and_leaves_them_to_do(behaviour, suite):
 def test_a_second_signal_kills_the_runs_that_do_not_stop(suite):
     plan = suite.plan
     process = forked(quietly, suite, plan, {plan.runs[0].id: "stubborn"})
-    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]))
+    wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]).get("pid"))
     child = suite.record(plan.runs[0])["pid"]
     process.terminate()
     process.join(0.5)
@@ -394,7 +528,7 @@ def test_the_end_of_the_terminal_stops_a_suite_unless_it_runs_under_nohup(suite)
     plan = suite.plan
     slow = plan.runs[0]
     process = forked(in_a_terminal, suite, plan, {slow.id: "sleep"})
-    wait_for(lambda: calls(suite, slow.id) and suite.record(slow))
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow).get("pid"))
     os.kill(process.pid, signal.SIGHUP)
     process.join(10)
     assert process.exitcode == 0 and suite.state(slow).name == "to do"

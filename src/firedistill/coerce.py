@@ -7,6 +7,8 @@ import json
 import math
 import types
 import typing
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -40,7 +42,7 @@ def coerce(value: Any, annotation: Any) -> Any:
     for kind in sorted(kinds, key=lambda kind: breadth.get(kind, 5)):
         try:
             return _converted(value, kind)
-        except (TypeError, ValueError, KeyError, OverflowError, RecursionError, yaml.YAMLError):
+        except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
             continue
     raise TypeError(f"expected {describe(annotation)}")
 
@@ -90,4 +92,69 @@ def _parsed(text: str, kind: type) -> Any:
         return {"true": True, "yes": True, "false": False, "no": False}[text.lower()]
     if kind is dict:
         return json.loads(text)
-    return yaml.safe_load(text) if text.lstrip().startswith("[") else [item.strip() for item in text.split(",")]
+    return parse_yaml(text) if text.lstrip().startswith("[") else [item.strip() for item in text.split(",")]
+
+
+def is_secret(name: str) -> bool:
+    """Whether the option holds a secret, which no file, log or message may show."""
+    return name.endswith("_token")
+
+
+# ---- YAML ------------------------------------------------------------------------------------------------------------------
+
+MOST_BYTES, MOST_LEVELS = 2**18, 30
+
+
+class PlainLoader(yaml.SafeLoader):
+    """Loads plain values only, in time and memory proportional to the text: no aliases, no repeated keys, no deep nesting."""
+
+    levels = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # A dozen lines of nested aliases stand for more values than fit into memory.
+        if self.check_event(yaml.AliasEvent):
+            problem = "it has aliases (*name), which are not accepted: write the values out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        self.levels += 1
+        if self.levels > MOST_LEVELS:
+            problem = f"it is nested more than {MOST_LEVELS} levels deep"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            repeated = next(name for position, name in enumerate(names) if name in names[:position])
+            raise yaml.MarkedYAMLError(problem=f"{str(repeated)[:80]!r} is given twice", problem_mark=node.start_mark)
+        return mapping
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that a YAML text stands for.
+
+    Raises:
+        ValueError: it is not valid YAML, has aliases or repeated keys, or is too long or too deeply nested; the message says where.
+    """
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"it is longer than {MOST_BYTES // 1024} KiB")
+    try:
+        return yaml.load(text, Loader=PlainLoader)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+        # PyYAML lets the errors of its conversions through, such as that of a date in a 13th month.
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def read_yaml(path: Path | Traversable) -> Any:
+    """The value in a YAML file.
+
+    Raises:
+        ValueError: as `parse_yaml`, or the file is not text in UTF-8.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return parse_yaml(file.read(MOST_BYTES + 1).decode("utf-8"))

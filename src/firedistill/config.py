@@ -15,6 +15,7 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
+from firedistill.coerce import is_secret
 from firedistill.files import written_at_once
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
@@ -302,7 +303,7 @@ class SelfDistillConfig(TrainingArguments):
             name: value
             for name, value in self.to_dict().items()
             if name in ours or (name in defaults and value != defaults[name])
-            if not name.endswith("_token")
+            if not is_secret(name)
         }
 
     def save_yaml(self, path: str | Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rich.console import Console, Group
@@ -158,7 +158,7 @@ def before_and_after(evaluations: list[dict[str, float]]) -> Table:
     return table
 
 
-def correct_rate_trend(metrics: list[dict[str, float]]) -> str | None:
+def correct_rate_trend(metrics: Iterable[Mapping[str, float]]) -> str | None:
     """The share of right sampled answers in the first and in the last quarter of the steps; None for fewer than four steps."""
     rates = [row["correct_rate"] for row in metrics if "correct_rate" in row]
     quarter = len(rates) // 4

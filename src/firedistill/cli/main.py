@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from firedistill.terminal import visible
+from firedistill.terminal import of_rank, process_rank, unfailing_output, visible
 
 EPILOGUE = """\
 examples:
@@ -42,10 +42,28 @@ COMMANDS = {
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
     "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),
 }
+# Commands, and options of any command, whose only result is what they print.
+PRINTING_COMMANDS = {"eval", "inspect"}
+PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--status", "--dry-run", "--dry_run"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for a user's mistake, reported in one line."""
+    """Run one command; returns the exit status: 0, or 2 for a user's mistake, reported in one line.
+
+    An output that cannot be written does not change the status, unless the command does nothing but print. A pipe whose reader ends
+    early, as in `| head`, never does.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    prints = not PRINTING_COMMANDS.isdisjoint(words[:1]) or not PRINTING_OPTIONS.isdisjoint(words)
+    with unfailing_output(report_pipes=not prints) as output:
+        status = run(words)
+        output.flush()
+    lost = output.failure is not None and not isinstance(output.failure, BrokenPipeError)
+    return 2 if prints and lost and status == 0 else status
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and report a user's mistake; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="firedistill",
         description="Feedback-based on-policy self-distillation that stays stable.",
@@ -58,12 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("rest", nargs=argparse.REMAINDER)
     parsed, unknown = parser.parse_known_args(arguments)
     # Paths, names and texts of others are never markup.
-    console = Console(width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False, quiet=process_rank() > 0
+    )
     try:
         return load_command(parsed.command)(unknown + parsed.rest, console)
     except KeyboardInterrupt:
         Console(stderr=True).print(
-            "stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"
+            f"{of_rank()}stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"
         )
         return 130
     except (ValueError, OSError, ImportError) as error:
@@ -71,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Other errors keep their traceback.
         if os.environ.get("FIREDISTILL_TRACEBACK"):
             raise
-        message = visible(" ".join(f"firedistill {parsed.command}: {error}".split()))
+        message = visible(" ".join(f"{of_rank()}firedistill {parsed.command}: {error}".split()))
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
 

@@ -25,10 +25,12 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
     options = parser.parse_args(list(arguments))
     output = Path(options.output)
     if output.suffix and not output.is_dir() and not options.output.endswith(("/", os.sep)):
-        console.print(f"wrote {plot_runs(options.runs, output)}", soft_wrap=True)
-        return 0
-    study, written = write_report(options.runs, output)
-    for note in study.notes:
+        notes: list[str] = []
+        written = [plot_runs(options.runs, output, notes=notes)]
+    else:
+        study, written = write_report(options.runs, output)
+        notes = study.notes
+    for note in notes:
         console.print(visible(note), soft_wrap=True)
     for path in written:
         console.print(f"wrote {path}", soft_wrap=True)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from firedistill.suites.plan import Plan, PlannedRun, built_in_suites, make_plan, merge, with_warm_starts
 from firedistill.suites.run import Runner, RunState, SuiteFolder, array_part, duration, run_arguments, share, summary
+from firedistill.terminal import visible
 
 DESCRIPTION = """\
 Execute a list of training runs. Stop it at any point; the same command continues it.
@@ -25,7 +26,7 @@ COLOURS = {"done": "green", "running": "cyan", "failed": "red", "waiting": "yell
 
 
 def suite_command(arguments: Sequence[str], console: Console) -> int:
-    """Plan, run, continue or show a suite; returns 1 if a run has failed."""
+    """Plan, run, continue or show a suite; returns 1 if a run has failed or was not executed."""
     options, rest = parse(arguments)
     if options.name is None:
         raise ValueError(f"name a suite: one of {', '.join(built_in_suites())}, a YAML file, or the folder of a suite")
@@ -59,11 +60,15 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
     console.print(summary(plan, states))
     if any(states[run.id].name == "running" for run in chosen):
         console.print("other processes are executing the runs that are still running")
-    failed = [run.id for run in chosen if states[run.id].name == "failed"]
+    failed, waiting = (
+        [run.id for run in chosen if states[run.id].name in names] for names in (["failed"], ["to do", "waiting"])
+    )
     if failed:
         console.print(f"failed: {', '.join(failed)}; --retry-failed runs them again, logs are in {suite.folder / 'logs'}")
+    if waiting:
+        console.print(f"not executed: {', '.join(waiting)}; the same command continues the suite", soft_wrap=True)
     console.print(f"report: firedistill report {shlex.quote(str(suite.folder))} -o report", soft_wrap=True)
-    return 1 if failed else 0
+    return 1 if failed or waiting else 0
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
@@ -154,7 +159,7 @@ def work(
     """Execute the runs, with a line per event, and on a terminal with a table that is kept up to date."""
 
     def on_event(line: str) -> None:
-        console.print(line, soft_wrap=True)
+        console.print(visible(line), soft_wrap=True)
         if not console.is_terminal:
             console.print(f"  {summary(plan, suite.states(plan))}", soft_wrap=True)
 

@@ -22,7 +22,7 @@ from firedistill.recipes import built_in_recipes, default_of, option_groups
 from firedistill.report.curves import plot_runs
 from firedistill.run.directory import RunLock, refuse_other_files
 from firedistill.run.identity import refuse_another_run
-from firedistill.run.log import read_jsonl
+from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
@@ -88,7 +88,8 @@ def run_training(
         resume = f"firedistill {command} {folder}"
         console.print(f"stopped by {trainer.stop.name} after step {step}; resume with: {resume}", soft_wrap=True)
         return 128 + trainer.stop.signal
-    print_summary(trainer, folder, console)
+    if trainer.is_world_process_zero():
+        print_summary(trainer, folder, console)
     return 0
 
 
@@ -122,10 +123,10 @@ def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: 
 
 def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -> None:
     """Accuracy before and after, of the whole run, resumed or not; and where its files are."""
-    evaluations, metrics = read_jsonl(folder / "evals.jsonl"), read_jsonl(folder / "metrics.jsonl")
+    evaluations = read_jsonl(folder / "evals.jsonl")
     if len(evaluations) > 1:
         console.print(before_and_after(evaluations))
-    if trend := correct_rate_trend(metrics):
+    if trend := correct_rate_trend(iterate_jsonl(folder / "metrics.jsonl")):
         console.print(trend)
     if skipped := trainer.counters["skipped_updates"]:
         console.print(

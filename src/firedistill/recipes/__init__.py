@@ -14,11 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
-from firedistill.coerce import coerce
+from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.config import SelfDistillConfig
 from firedistill.objectives import objective_class
+from firedistill.terminal import shortened
 
 Config = TypeVar("Config", bound=SelfDistillConfig)
 
@@ -54,11 +53,12 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see --help and --help-all"
-            raise OptionError(f"unknown option {name!r} {where}; {hint}")
+            raise OptionError(f"unknown option {shortened(repr(name))} {where}; {hint}")
         try:
             coerced[name] = coerce(value, types[name])
         except TypeError as error:
-            raise OptionError(f"{name} {where} is {value!r}: {error}") from error
+            shown = "not usable" if is_secret(name) else shortened(repr(value))
+            raise OptionError(f"{name} {where} is {shown}: {error}") from error
     if coerced.get("report_to", "") is None:
         coerced["report_to"] = "none"  # transformers would look for a tracker called None
     try:
@@ -78,12 +78,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     if not source.is_file():
         raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_recipes())}")
     try:
-        text = source.read_text(encoding="utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
-            # A dozen lines of nested aliases expand to more values than fit into memory.
-            raise OptionError(f"{name} has aliases (*name), which a recipe must not have: write the values out")
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        values = read_yaml(source)
+    except ValueError as error:
         raise OptionError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(values, dict | None):
         raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")

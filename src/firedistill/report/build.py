@@ -32,11 +32,10 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         texts[f"{table.name}.tex"] = latex(table)
     if tables:
         texts["accuracy.csv"] = csv_text(tables)
+    figures = write_figures(study, folder / "figures")
+    page = write_page(study, tables, folder / "index.html")
     notes = "".join(f"- {markdown_text(note)}\n" for note in study.notes)
     texts["overview.md"] = overview_markdown(overview(study)) + (f"\n{notes}" if notes else "")
     for name, text in texts.items():
-        (folder / "tables" / name).write_text(text, encoding="utf-8")
-    written = [folder / "tables" / name for name in texts]
-    written += write_figures(study, folder / "figures")
-    written.append(write_page(study, tables, folder / "index.html"))
-    return study, written
+        (folder / "tables" / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+    return study, [*(folder / "tables" / name for name in texts), *figures, page]

@@ -7,19 +7,37 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy import ndarray
 
 from firedistill.report.groups import Group
-from firedistill.report.read import Run, column, running_mean
+from firedistill.report.read import Run, running_mean
+
+# A curve of more than MOST_POINTS points is drawn by the lowest and the highest one in each of STRETCHES stretches of equal length.
+STRETCHES = 500
+MOST_POINTS = 4 * STRETCHES
+THINNED = f"long curves show the lowest and highest values of {STRETCHES} stretches"
 
 
 @dataclass
 class Curve:
-    """A mean over runs with its band; where only one run has a value, low and high equal it."""
+    """A mean over runs with its band; where only one run has a value, low and high equal it.
+
+    Attributes:
+        of: number of points before the curve was thinned out.
+    """
 
     x: list[float]
     mean: list[float]
     low: list[float]
     high: list[float]
+    of: int = 0
+
+    def __post_init__(self) -> None:
+        self.of = self.of or len(self.x)
+
+    @property
+    def thinned(self) -> bool:
+        return self.of > len(self.x)
 
     @classmethod
     def average(cls, frame: pd.DataFrame, extremes: bool = False) -> Curve:
@@ -30,7 +48,24 @@ class Curve:
         """
         mean, deviation = frame.mean(axis=1), frame.std(axis=1).fillna(0)
         low, high = (frame.min(axis=1), frame.max(axis=1)) if extremes else (mean - deviation, mean + deviation)
-        return cls(frame.index.tolist(), mean.tolist(), low.tolist(), high.tolist())
+        kept = drawn(low.to_numpy(), high.to_numpy())
+        return cls(
+            x=frame.index.to_numpy()[kept].tolist(),
+            mean=mean.to_numpy()[kept].tolist(),
+            low=low.to_numpy()[kept].tolist(),
+            high=high.to_numpy()[kept].tolist(),
+            of=len(frame),
+        )
+
+
+def drawn(low: ndarray, high: ndarray) -> ndarray:
+    """The positions of a curve that are drawn: all, or those of the extremes of each stretch and of both ends."""
+    if len(low) <= MOST_POINTS:
+        return np.arange(len(low))
+    bounds = np.linspace(0, len(low), STRETCHES + 1).astype(int)
+    stretches = list(zip(bounds, bounds[1:], strict=False))
+    lowest = [start + np.argmin(low[start:end]) for start, end in stretches]
+    return np.unique([0, *lowest, *(start + np.argmax(high[start:end]) for start, end in stretches), len(low) - 1])
 
 
 def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
@@ -40,14 +75,14 @@ def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
 
     The band is the range of the runs because a standard deviation below the mean cannot be drawn on a logarithmic axis.
     """
-    columns = [column(run.metrics, key) for run in runs]
+    columns = [run.metrics.column(key) for run in runs]
     frame = pd.concat([series(steps, running_mean(values, window)) for steps, values in columns], axis=1).sort_index()
     return Curve.average(frame[frame.index <= min(run.step for run in runs)], extremes=True)
 
 
 def evaluation_curve(runs: Sequence[Run]) -> Curve:
     """Held-out accuracy over the steps at which all runs were evaluated: mean and sample standard deviation."""
-    columns = [series(*column(run.evaluations, "accuracy")) for run in runs]
+    columns = [series(*run.evaluations.column("accuracy")) for run in runs]
     return Curve.average(pd.concat(columns, axis=1, join="inner").sort_index())
 
 
@@ -57,7 +92,7 @@ def interpolated_curve(runs: Sequence[Run], key: str, points: int = 100) -> Curv
     Each run's trajectory is linearly interpolated onto a shared grid over the range jointly covered by all runs. Runs with fewer
     than two evaluations are left out.
     """
-    trajectories = [series(*column(run.evaluations, "accuracy", by=key)).sort_index() for run in runs]
+    trajectories = [series(*run.evaluations.column("accuracy", by=key)).sort_index() for run in runs]
     trajectories = [trajectory for trajectory in trajectories if len(trajectory) > 1]
     if not trajectories:
         return Curve([], [], [], [])
@@ -66,9 +101,10 @@ def interpolated_curve(runs: Sequence[Run], key: str, points: int = 100) -> Curv
     return Curve.average(pd.DataFrame({i: np.interp(grid, t.index, t) for i, t in enumerate(trajectories)}, index=grid))
 
 
-def series(x: Sequence[float], y: Sequence[float]) -> pd.Series:
+def series(x: ndarray, y: ndarray) -> pd.Series:
     """Values of y indexed by x; the last one where x repeats."""
-    return pd.Series(dict(zip(x, y, strict=True)), dtype=float)
+    values = pd.Series(y, index=x, dtype=float)
+    return values[~values.index.duplicated(keep="last")]
 
 
 def rate_curve(groups: Iterable[Group]) -> Curve:
@@ -114,6 +150,10 @@ class Chart:
         smoothing = f"; running means of {self.window} steps" if self.window > 1 else ""
         return f"mean over seeds; band: {self.spread}{smoothing}"
 
+    def caption(self, curves: Iterable[Curve]) -> str:
+        """What lines and bands show, and whether points are left out."""
+        return self.averaged + (f"; {THINNED}" if any(curve.thinned for curve in curves) else "")
+
     def curve(self, runs: Sequence[Run]) -> Curve:
         """Mean and band of several runs, in the units of the chart."""
         if self.over_steps:
@@ -121,12 +161,16 @@ class Chart:
         else:
             curve = evaluation_curve(runs) if self.x == "step" else interpolated_curve(runs, self.x)
         x = [value / self.x_unit for value in curve.x]
-        return Curve(x, *([self.y_factor * value for value in side] for side in (curve.mean, curve.low, curve.high)))
+        mean, low, high = ([self.y_factor * value for value in side] for side in (curve.mean, curve.low, curve.high))
+        return Curve(x, mean, low, high, of=curve.of)
 
-    def points(self, run: Run) -> tuple[list[float], list[float]]:
-        """The values of one run, in the units of the chart."""
-        x, y = column(run.metrics if self.over_steps else run.evaluations, self.y, by=self.x)
-        return [value / self.x_unit for value in x], [self.y_factor * value for value in running_mean(y, self.window)]
+    def points(self, run: Run) -> Curve:
+        """The values of one run, in the units of the chart; low and high equal them."""
+        x, y = (run.metrics if self.over_steps else run.evaluations).column(self.y, by=self.x)
+        y = self.y_factor * running_mean(y, self.window)
+        kept = drawn(y, y)
+        values = y[kept].tolist()
+        return Curve((x[kept] / self.x_unit).tolist(), values, values, values, of=len(x))
 
 
 CHARTS = [

@@ -17,19 +17,22 @@ The rules are thresholds that can be checked by eye, not statistical tests:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from statistics import fmean, median, stdev
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 
 import numpy as np
 import pandas as pd
+from numpy import ndarray
+
+from firedistill.report.log import ABSENT, Log
 
 FIRST_STEPS, WINDOW, SUSTAINED, AT_LEAST = 10, 5, 10, 5
 LENGTH_FACTOR, BURST_FACTOR, BURST_HISTORY = 0.5, 10.0, 20
 ACCURACY_POINTS, ACCURACY_ERRORS = 0.05, 2.0
 BLOCK, BLOCK_ERRORS = 20, 3.0
+# Events of a rule that are listed one by one.
+MOST_EVENTS = 20
 
 
 @dataclass(frozen=True)
@@ -51,47 +54,44 @@ class Event:
     text: str
 
 
-def sustained(holds: Sequence[bool]) -> int | None:
+def sustained(holds: ndarray) -> int | None:
     """First position from which a condition holds for SUSTAINED values, or for AT_LEAST values up to the last; None without one."""
-    position = 0
-    for held, stretch in groupby(holds):
-        end = position + len(list(stretch))
-        if held and end - position >= (AT_LEAST if end == len(holds) else SUSTAINED):
-            return position
-        position = end
-    return None
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], holds, [False]])))
+    starts, ends = edges[::2], edges[1::2]
+    lasting = starts[ends - starts >= np.where(ends == len(holds), AT_LEAST, SUSTAINED)]
+    return int(lasting[0]) if len(lasting) else None
 
 
-def trailing_medians(values: Sequence[float]) -> list[float]:
+def trailing_medians(values: Sequence[float] | ndarray) -> ndarray:
     """Median of each value and the WINDOW - 1 before it; NaN where there are fewer."""
-    return pd.Series(values, dtype=float).rolling(WINDOW).median().tolist()
+    return pd.Series(values, dtype=float).rolling(WINDOW).median().to_numpy()
 
 
-def length_collapse(steps: Sequence[int], lengths: Sequence[float]) -> Event | None:
+def length_collapse(steps: Sequence[int] | ndarray, lengths: Sequence[float] | ndarray) -> Event | None:
     """Responses become short and stay short."""
     if len(lengths) < FIRST_STEPS + WINDOW:
         return None
     start, smooth = median(lengths[:FIRST_STEPS]), trailing_medians(lengths)
-    at = sustained([value < LENGTH_FACTOR * start for value in smooth])
+    at = sustained(smooth < LENGTH_FACTOR * start)
     if at is None:
         return None
     text = f"response length fell from {start:.0f} to {min(smooth[at:]):.0f} tokens"
-    return Event("length collapse", "response_length", steps[at], lengths[at], text)
+    return Event("length collapse", "response_length", int(steps[at]), float(lengths[at]), text)
 
 
-def runaway_length(steps: Sequence[int], truncated: Sequence[float]) -> Event | None:
+def runaway_length(steps: Sequence[int] | ndarray, truncated: Sequence[float] | ndarray) -> Event | None:
     """Responses stop ending by themselves; `truncated` is the share of responses that hit the token limit."""
     if len(truncated) < FIRST_STEPS + WINDOW or median(truncated[:FIRST_STEPS]) >= 0.25:
         return None
     smooth = trailing_medians(truncated)
-    at = sustained([value > 0.5 for value in smooth])
+    at = sustained(smooth > 0.5)
     if at is None:
         return None
     text = f"up to {max(smooth[at:]):.0%} of responses hit the token limit"
-    return Event("runaway length", "truncated_rate", steps[at], truncated[at], text)
+    return Event("runaway length", "truncated_rate", int(steps[at]), float(truncated[at]), text)
 
 
-def gradient_bursts(steps: Sequence[int], norms: Sequence[float], threshold: float = 1.0) -> list[Event]:
+def gradient_bursts(steps: Sequence[int] | ndarray, norms: Sequence[float] | ndarray, threshold: float = 1.0) -> list[Event]:
     """Gradient norms far above those before them; `threshold` is the norm to which gradients are clipped."""
     found = pd.DataFrame({"step": steps, "norm": norms}, dtype=float)
     found = found[np.isfinite(found["norm"])]
@@ -102,30 +102,47 @@ def gradient_bursts(steps: Sequence[int], norms: Sequence[float], threshold: flo
         first, peak = burst.iloc[0], burst["norm"].max()
         text = f"gradient norm {peak:.3g}, the median before it {first['usual']:.3g}{count(burst)}"
         events.append(Event("gradient burst", "grad_norm", int(first["step"]), float(peak), text))
-    return events
+    return shortened_list(events, found)
 
 
-def gradients_not_finite(steps: Sequence[int], norms: Sequence[float]) -> list[Event]:
+def gradients_not_finite(steps: Sequence[int] | ndarray, norms: Sequence[float] | ndarray) -> list[Event]:
     """Steps whose gradient was infinite or NaN."""
     found = pd.DataFrame({"step": steps, "norm": norms}, dtype=float)
+    found = found[~np.isfinite(found["norm"])]
     text = "the gradient was not finite"
-    return [
+    events = [
         Event("gradient not finite", "grad_norm", int(episode["step"].iloc[0]), math.nan, text + count(episode))
-        for episode in episodes(found[~np.isfinite(found["norm"])])
+        for episode in episodes(found)
     ]
+    return shortened_list(events, found)
+
+
+def first_rows(found: pd.DataFrame) -> ndarray:
+    """The positions at which episodes begin: wherever two steps in succession are more than WINDOW apart."""
+    return np.flatnonzero(np.append(True, np.diff(found["step"]) > WINDOW)) if len(found) else np.empty(0, dtype=int)
 
 
 def episodes(found: pd.DataFrame) -> list[pd.DataFrame]:
-    """Split rows wherever two steps in succession are more than WINDOW apart."""
-    return [episode for _, episode in found.groupby((found["step"].diff() > WINDOW).cumsum())]
+    """The first MOST_EVENTS episodes."""
+    bounds = [*first_rows(found)[: MOST_EVENTS + 1], len(found)]
+    return [found.iloc[start:end] for start, end in zip(bounds[:MOST_EVENTS], bounds[1:], strict=False)]
 
 
 def count(episode: pd.DataFrame) -> str:
     return f"; {len(episode)} steps" if len(episode) > 1 else ""
 
 
-def accuracy_drop(steps: Sequence[int], accuracies: Sequence[float], errors: Sequence[float]) -> Event | None:
-    """Held-out accuracy falls and does not recover; `errors` are the standard errors of the accuracies."""
+def shortened_list(events: list[Event], found: pd.DataFrame) -> list[Event]:
+    """The events, of which the last one says how many more there are."""
+    if more := len(first_rows(found)) - len(events):
+        events[-1] = replace(events[-1], text=f"{events[-1].text}; {more:,} more up to step {found['step'].iloc[-1]:.0f}")
+    return events
+
+
+def accuracy_drop(
+    steps: Sequence[int] | ndarray, accuracies: Sequence[float] | ndarray, errors: Sequence[float] | ndarray
+) -> Event | None:
+    """Held-out accuracy falls and does not recover; `errors` are the standard errors of the accuracies, NaN if unknown."""
     fall = lasting_fall(accuracies, errors, ACCURACY_ERRORS)
     if fall is None:
         return None
@@ -134,18 +151,18 @@ def accuracy_drop(steps: Sequence[int], accuracies: Sequence[float], errors: Seq
         f"accuracy {accuracies[best]:.1%} at step {steps[best]}, {accuracies[first]:.1%} at step {steps[first]}, "
         f"{accuracies[-1]:.1%} in the end"
     )
-    return Event("accuracy drop", "accuracy", steps[first], accuracies[first], text)
+    return Event("accuracy drop", "accuracy", int(steps[first]), float(accuracies[first]), text)
 
 
-def sampling_drop(steps: Sequence[int], rates: Sequence[float]) -> Event | None:
+def sampling_drop(steps: Sequence[int] | ndarray, rates: Sequence[float] | ndarray) -> Event | None:
     """The share of correct sampled answers falls and does not recover.
 
     Compares blocks of BLOCK steps, the last of which ends with the last step. The standard error of a block is that of the mean of
     its steps, so that it holds whether the responses of a step answer one problem or several.
     """
     starts = range(len(rates) % BLOCK, len(rates), BLOCK)
-    blocks = [rates[start : start + BLOCK] for start in starts]
-    means, errors = [fmean(block) for block in blocks], [stdev(block) / math.sqrt(BLOCK) for block in blocks]
+    blocks = np.reshape(np.asarray(rates, dtype=float)[len(rates) % BLOCK :], (-1, BLOCK))
+    means, errors = blocks.mean(axis=1), blocks.std(axis=1, ddof=1) / math.sqrt(BLOCK)
     fall = lasting_fall(means, errors, BLOCK_ERRORS)
     if fall is None:
         return None
@@ -155,47 +172,55 @@ def sampling_drop(steps: Sequence[int], rates: Sequence[float]) -> Event | None:
         f"sampled answers right: {means[best]:.1%} in the {BLOCK} steps to {until}, {means[first]:.1%} in those from {step} on, "
         f"{means[-1]:.1%} in the last {BLOCK}"
     )
-    return Event("sampling drop", "correct_rate", step, means[first], text)
+    return Event("sampling drop", "correct_rate", int(step), float(means[first]), text)
 
 
-def lasting_fall(values: Sequence[float], errors: Sequence[float], times: float) -> tuple[int, int] | None:
+def lasting_fall(values: Sequence[float] | ndarray, errors: Sequence[float] | ndarray, times: float) -> tuple[int, int] | None:
     """Positions of the best value and of the first one after it from which all are clearly lower; None without such a fall.
 
     Clearly lower means by more than ACCURACY_POINTS and by more than `times` standard errors of the difference.
     """
+    values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
+    if not len(values):
+        return None
 
-    def below(later: int, best: int) -> bool:
-        return values[later] < values[best] - max(ACCURACY_POINTS, times * math.hypot(errors[later], errors[best]))
+    def close(best: int, start: int) -> ndarray:
+        """The positions from `start` on whose values are not clearly lower than that at `best`."""
+        margin = np.fmax(ACCURACY_POINTS, times * np.hypot(errors[start:], errors[best]))
+        return start + np.flatnonzero(~(values[start:] < values[best] - margin))
 
-    for first in range(1, len(values)):
-        best = max(range(first), key=lambda position: values[position])
-        if all(below(later, best) for later in range(first, len(values))):
+    last = len(values) - 1
+    bests = np.flatnonzero(values > np.append(-np.inf, np.maximum.accumulate(values)[:-1])).tolist()
+    for best, next_best in zip(bests, [*bests[1:], last], strict=True):
+        if len(close(best, last)):
+            continue  # as in most runs
+        first = max([best, *close(best, best + 1)[-1:].tolist()]) + 1
+        if first <= next_best:
             return best, first
     return None
 
 
-def collapses(
-    metrics: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]], threshold: float = 1.0
-) -> list[Event]:
-    """All events of a run, by step.
+def collapses(metrics: Log, evaluations: Log, threshold: float = 1.0) -> list[Event]:
+    """All events of a run, by step; `threshold` is the norm to which gradients are clipped."""
+    with_norm = metrics["grad_norm"] != ABSENT
+    steps, norms = metrics["step"][with_norm].astype(int), metrics["grad_norm"][with_norm]
+    measured = np.isfinite(evaluations["accuracy"])
+    errors = evaluations["stderr"][measured]
 
-    Args:
-        metrics, evaluations: rows of `metrics.jsonl` and of `evals.jsonl`, with NaN for null.
-        threshold: the norm to which gradients are clipped.
-    """
+    def column(key: str) -> tuple[ndarray, ndarray]:
+        steps, values = metrics.column(key)
+        return steps.astype(int), values
 
-    def column(key: str) -> tuple[list[int], list[float]]:
-        # Rows without a finite value are left out, except for gradient norms, which have a rule of their own.
-        rows = [row for row in metrics if key in row and (key == "grad_norm" or math.isfinite(row[key]))]
-        return [int(row["step"]) for row in rows], [float(row[key]) for row in rows]
-
-    measured = [row for row in evaluations if row.get("n") and math.isfinite(row["accuracy"])]
     events = [
         length_collapse(*column("response_length")),
         runaway_length(*column("truncated_rate")),
-        accuracy_drop(*([row[key] for row in measured] for key in ("step", "accuracy", "stderr"))),
+        accuracy_drop(
+            evaluations["step"][measured].astype(int),
+            evaluations["accuracy"][measured],
+            np.where(np.isfinite(errors), errors, np.nan),
+        ),
         sampling_drop(*column("correct_rate")),
-        *gradient_bursts(*column("grad_norm"), threshold),
-        *gradients_not_finite(*column("grad_norm")),
+        *gradient_bursts(steps, norms, threshold),
+        *gradients_not_finite(steps, norms),
     ]
     return sorted((event for event in events if event is not None), key=lambda event: event.step)

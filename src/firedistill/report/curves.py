@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from firedistill.report.read import column, running_mean
-from firedistill.run.log import read_jsonl
+import numpy as np
+
+from firedistill.report.charts import THINNED, drawn
+from firedistill.report.log import EVALUATIONS, METRICS, read_log
+from firedistill.report.read import UNREADABLE, left_out, running_mean, shown
 
 # Panel title, column, logarithmic axis.
 PANELS = [
@@ -19,11 +22,20 @@ PANELS = [
 ]
 
 
-def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str] | None = None) -> Path:
+def plot_runs(
+    runs: Sequence[str | Path], path: str | Path, labels: Sequence[str] | None = None, notes: list[str] | None = None
+) -> Path:
     """Draw the curves of run directories into a file (.png, .svg or .pdf; .png without a suffix), and return its path.
 
+    Long curves are thinned out, which the title says.
+
+    Args:
+        labels: of the runs; by default the names of their folders.
+        notes: receives, in words, which runs and which parts of their files are left out.
+
     Raises:
-        ValueError: a folder has no rows in `metrics.jsonl`.
+        ValueError: no folder has rows in `metrics.jsonl`.
+        OSError: the picture cannot be written.
     """
     from matplotlib.figure import Figure  # takes a second to import, which training steps need not wait for
 
@@ -31,18 +43,38 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, labels: Sequence[str
     axes = figure.subplots(2, 3).ravel()
     names = [Path(run).resolve().name for run in runs]
     labels = labels or (names if len(set(names)) == len(names) else [str(run) for run in runs])
+    notes = [] if notes is None else notes
+    thinned = False
     for run, label in zip(runs, labels, strict=True):
-        metrics = read_jsonl(Path(run) / "metrics.jsonl")
-        if not metrics:
-            raise ValueError(f"{run} is not a run directory: it has no rows in metrics.jsonl")
-        measured = [row for row in read_jsonl(Path(run) / "evals.jsonl") if row["n"]]
-        steps, values, errors = ([row[name] for row in measured] for name in ("step", "accuracy", "stderr"))
-        axes[0].errorbar(steps, values, yerr=errors, marker="o", markersize=3, capsize=2, label=label)
+        found: list[str] = []
+        try:
+            metrics = read_log(Path(run) / "metrics.jsonl", METRICS, found)
+            evaluations = read_log(Path(run) / "evals.jsonl", EVALUATIONS, found)
+            if not len(metrics):
+                raise ValueError(f"{run} is not a run directory: it has no rows in metrics.jsonl")
+        except UNREADABLE as error:
+            notes.append(left_out(run, error))
+            continue
+        notes += [f"{shown(run)}, {note}." for note in found]
+        steps, values = evaluations.column("accuracy")
+        errors = evaluations["stderr"][np.isfinite(evaluations["accuracy"])]
+        errors = np.where(np.isfinite(errors) & (errors >= 0), errors, np.nan)
+        name = shown(label).replace("$", r"\$")
+        axes[0].errorbar(steps, values, yerr=errors, marker="o", markersize=3, capsize=2, label=name)
         for axis, (_, key, logarithmic) in zip(axes[1:], PANELS[1:], strict=True):
-            steps, values = column([row for row in metrics if not logarithmic or row.get(key, 0) > 0], key)
-            if steps:
-                drawn = axis.plot(steps, values, alpha=0.3, linewidth=1)
-                axis.plot(steps, running_mean(values, 5), color=drawn[0].get_color(), linewidth=1.6)
+            steps, values = metrics.column(key)
+            if logarithmic:
+                steps, values = steps[values > 0], values[values > 0]
+            thinned |= len(steps) > len(drawn(values, values))
+            colour = None
+            for side, style in ((values, {"alpha": 0.3, "linewidth": 1}), (running_mean(values, 5), {"linewidth": 1.6})):
+                kept = drawn(side, side)
+                if len(kept):
+                    colour = axis.plot(steps[kept], side[kept], color=colour, **style)[0].get_color()
+    if not axes[0].containers:
+        raise ValueError(f"there is nothing to draw. {' '.join(notes)}")
+    if thinned:
+        figure.suptitle(THINNED, fontsize=8)
     for axis, (title, _, logarithmic) in zip(axes, PANELS, strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("optimizer step", fontsize=8)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from firedistill.report.charts import CHARTS, Chart, Curve, rate_curve
 from firedistill.report.groups import Group, Study
+from firedistill.terminal import shortened
 
 Curves = Sequence[tuple[Group, Curve]]
 # The charts that are also drawn at every learning rate.
@@ -21,7 +22,10 @@ SWEPT = ("gradient-norm", "sampled-answers")
 
 
 def write_figures(study: Study, folder: Path) -> list[Path]:
-    """Write every figure for which the runs have data, as .svg and .png files; returns the paths."""
+    """Write every figure for which the runs have data, as .svg and .png files; returns the paths.
+
+    A figure that cannot be drawn, because it has too many panels for instance, is noted in the study and left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     figures = {chart.name: method_figure(study, chart) for chart in CHARTS}
     figures["learning-rates"] = rate_figure(study)
@@ -31,9 +35,13 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
     with matplotlib.rc_context({"svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
         for name, figure in figures.items():
             if figure is not None:
-                figure.savefig(folder / f"{name}.svg", dpi=160, metadata={"Date": None})
-                figure.savefig(folder / f"{name}.png", dpi=160)
-                written += [folder / f"{name}.svg", folder / f"{name}.png"]
+                try:
+                    figure.savefig(folder / f"{name}.svg", dpi=160, metadata={"Date": None})
+                    figure.savefig(folder / f"{name}.png", dpi=160)
+                except (ValueError, ArithmeticError, MemoryError) as error:
+                    study.notes.append(f"The figure {name} is left out because it cannot be drawn: {error}.")
+                else:
+                    written += [folder / f"{name}.svg", folder / f"{name}.png"]
     return written
 
 
@@ -45,7 +53,7 @@ def method_figure(study: Study, chart: Chart) -> Figure | None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, group.label, group.colour, group.broken)
 
-    title = f"{chart.title}\n{chart.averaged}"
+    title = f"{chart.title}\n{chart.caption(curve for _, curves in panels for _, curve in curves)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
@@ -86,7 +94,7 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, f"{group.factor:g}× rate", colours[f"{group.factor:g}"])
 
-    title = f"{chart.title} at different learning rates\n{chart.averaged}"
+    title = f"{chart.title} at different learning rates\n{chart.caption(c for _, curves in panels for _, c in curves)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
@@ -151,5 +159,6 @@ def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, 
 
 
 def literal(text: str) -> str:
-    """Keep matplotlib from reading a name as mathematics ($) or hiding its label (_ at the start)."""
+    """Keep matplotlib from reading a name as mathematics ($) or hiding its label (_ at the start), and the name from being long."""
+    text = shortened(text, 100)
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

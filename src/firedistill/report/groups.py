@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.config import effect
-from firedistill.report.read import Run, read_runs
+from firedistill.report.read import Run, read_runs, shown
 
 Item = TypeVar("Item")
 
@@ -91,8 +91,7 @@ class Group:
 
     def finals(self, key: str = "accuracy") -> list[float]:
         """Percentages after the last step, one per finished run."""
-        finals = (run.final.get(key, math.nan) for run in self.runs if run.final is not None)
-        return [100 * value for value in finals if math.isfinite(value)]
+        return [100 * value for run in self.runs if math.isfinite(value := run.final(key))]
 
 
 @dataclass
@@ -181,6 +180,10 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
             factor = 1.0 if math.isclose(rate, reference) else rate / reference
             groups.append(Group(method, [by_seed[seed] for seed in sorted(by_seed)], rate, factor, described(values)))
     groups.sort(key=lambda group: (*group.order, group.learning_rate))
+    labels = Counter[str]()
+    for group in groups:  # long values of different settings may begin alike
+        labels[label := group.label] += 1
+        group.apart += f" #{labels[label]}" if labels[label] > 1 else ""
     assign_lines(groups)
     return groups
 
@@ -208,7 +211,7 @@ def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Ru
 def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that make runs of a method different experiments: integers as floats, empty values left out."""
     settings = {
-        name: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+        name: float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e15 else value
         for name, value in config.items()
         if makes_a_difference(name) and value not in (None, {}, [])
     }
@@ -223,7 +226,7 @@ def described(values: Mapping[str, Any]) -> str:
     if "nominal_learning_rate" in values and "learning_rate" not in values:
         names.append("nominal_learning_rate")
     return ", ".join(
-        f"{name} {values[name]:g}" if isinstance(values[name], float) else f"{name} {values[name]}" for name in names
+        f"{name} {values[name]:g}" if isinstance(values[name], float) else shown(f"{name} {values[name]}") for name in names
     )
 
 

@@ -87,9 +87,10 @@ function niceTicks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const ticks = [];
-  for (let tick = Math.ceil(low / step) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Number(tick.toPrecision(10)));
-  return ticks;
+  const first = Math.ceil(low / step);
+  // By their number: added to a large value, a small step may be nothing.
+  const ticks = Array.from({ length: 3 * Math.ceil(count) + 3 }, (_, i) => (first + i) * step).filter((tick) => tick <= high + step * 1e-9);
+  return [...new Set(ticks.map((tick) => Number(tick.toPrecision(10))))];
 }
 
 function scale(values, logarithmic, from, to, count) {
@@ -133,17 +134,20 @@ function smoothed(curve) {
     const near = list.slice(Math.max(0, i - half), i + half + 1).filter((value) => value !== null);
     return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
   });
-  const sides = Object.entries(curve).filter(([name]) => name !== "x").map(([name, list]) => [name, mean(list)]);
-  return { x: curve.x, ...Object.fromEntries(sides) };
+  const sides = Object.entries(curve).filter(([, list]) => Array.isArray(list) && list !== curve.x).map(([name, list]) => [name, mean(list)]);
+  return { x: curve.x, of: curve.of, ...Object.fromEntries(sides) };
 }
 
 function drawChart(chart, figure) {
-  const smooth = chart.steps && chart.window === 1 && byId("smooth").checked;
+  const found = linesOf(chart);
+  const thinned = found.some(({ curve }) => curve.of > curve.x.length);
+  // A mean over the points that are left would not be one over steps.
+  const smooth = chart.steps && chart.window === 1 && !thinned && byId("smooth").checked;
   const meanOver = smooth ? SMOOTH : chart.window || 1;
-  const lines = linesOf(chart).map((line) => (smooth ? { ...line, curve: smoothed(line.curve) } : line));
+  const lines = found.map((line) => (smooth ? { ...line, curve: smoothed(line.curve) } : line));
   figure.replaceChildren();
   const caption = element("figcaption", {}, `${chart.title} `);
-  caption.append(element("span", {}, (byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`) + (meanOver > 1 ? `; running means of ${meanOver} steps` : "")));
+  caption.append(element("span", {}, (byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`) + (meanOver > 1 ? `; running means of ${meanOver} steps` : "") + (thinned ? `; ${data.thinned}` : "")));
   figure.append(caption);
   if (!lines.length) {
     figure.append(element("p", { class: "fine" }, "No data for the selected methods."));

@@ -21,25 +21,30 @@ from jinja2.utils import htmlsafe_json_dumps
 
 from firedistill import __version__
 from firedistill.report import collapse
-from firedistill.report.charts import CHARTS, rate_curve
+from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, rate_curve
 from firedistill.report.groups import Group, Setting, Study
 from firedistill.report.read import Run
 from firedistill.report.tables import AccuracyTable, overview
+from firedistill.terminal import shortened, visible
 
 # The chart on which the page marks an event, by the column that shows it.
 CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed(CHARTS)} | {"truncated_rate": "response-length"}
+# Bytes of attribution files on a page.
+MOST_ATTRIBUTIONS = 32 * 2**20
+# What reading a file of nonsense raises.
+NOT_ATTRIBUTION = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 NUMBERS_OF_TOKEN = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"]
 NUMBERS_OF_FIELD = ["alpha", "energy"]
 
 
 def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Path:
     """Write the page of a study. Attribution files that cannot be read are noted in the study and left out."""
-    attributions = [found for run in study.runs for found in attributions_of(run, study.notes)]
+    attributions = all_attributions(study)
     settings = [
         {"title": setting.title, "groups": [group_data(setting, group) for group in setting.groups]}
         for setting in study.settings
     ]
-    data = {"charts": charts(study), "settings": settings, "attributions": attributions}
+    data = {"charts": charts(study), "settings": settings, "attributions": attributions, "thinned": THINNED}
     folder = resources.files("firedistill.report")
     style, script, template = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -60,7 +65,7 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Pat
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=safe_json(data),
     )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
 
 
@@ -126,7 +131,7 @@ def run_data(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "seed": run.seed,
-        "points": {chart.name: dict(zip(("x", "mean"), chart.points(run), strict=True)) for chart in CHARTS},
+        "points": {chart.name: {"x": points.x, "mean": points.mean, "of": points.of} for chart, points in points_of(run)},
         "events": [
             {"chart": CHART_OF_COLUMN[event.key], "step": event.step, "rule": event.rule, "text": event.text}
             for event in run.events
@@ -134,21 +139,50 @@ def run_data(run: Run) -> dict[str, Any]:
     }
 
 
+def points_of(run: Run) -> list[tuple[Chart, Curve]]:
+    return [(chart, chart.points(run)) for chart in CHARTS]
+
+
 # ---- Attribution -----------------------------------------------------------------------------------------------------------
 
 
-def attributions_of(run: Run, notes: list[str]) -> list[dict[str, Any]]:
-    """The files that `firedistill inspect RUN --save` wrote; one that cannot be read is noted and left out."""
-    found = []
+def all_attributions(study: Study) -> list[dict[str, Any]]:
+    """Those of all runs, as far as there is room on the page."""
+    room = MOST_ATTRIBUTIONS
+    attributions = []
+    for run in study.runs:
+        found, size = attributions_of(run, study.notes, room)
+        attributions += found
+        room -= size
+    return attributions
+
+
+def attributions_of(run: Run, notes: list[str], room: int = MOST_ATTRIBUTIONS) -> tuple[list[dict[str, Any]], int]:
+    """The files that `firedistill inspect RUN --save` wrote; one that cannot be read is noted and left out.
+
+    Args:
+        room: bytes that the files may have.
+
+    Returns:
+        What they hold, and their size in bytes.
+    """
+    found, total = [], 0
     for path in sorted(run.folder.glob("attribution/*.json")):
         try:
+            if not path.is_file():
+                raise ValueError("it is not a regular file")
+            size = path.stat().st_size
+            if total + size > room:
+                raise ValueError(f"a page has room for {MOST_ATTRIBUTIONS // 2**20} MiB of attributions")
             content = json.loads(path.read_text(encoding="utf-8"))
             examples = [checked_example(example) for example in content["examples"]]
             if examples:
                 found.append({"run": run.name, "method": run.method, "step": int(content["step"]), "examples": examples})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            notes.append(f"{path} is left out because it is not an attribution file: {type(error).__name__} {error}")
-    return found
+                total += size
+        except NOT_ATTRIBUTION as error:
+            problem = shortened(visible(f"{type(error).__name__} {error}"))
+            notes.append(f"{visible(str(path))} is left out because it is not an attribution file that can be shown: {problem}")
+    return found, total
 
 
 def checked_example(example: dict[str, Any]) -> dict[str, Any]:

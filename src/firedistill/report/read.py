@@ -1,19 +1,31 @@
-"""Run directories and suites, read from disk."""
+"""Run directories and suites, read from disk. What cannot be read is left out and named."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import yaml
+import numpy as np
+from numpy import ndarray
 
+from firedistill.coerce import coerce, read_yaml
 from firedistill.report.collapse import Event, collapses
-from firedistill.run.log import read_jsonl
+from firedistill.report.log import EVALUATIONS, METRICS, Log, read_log
+from firedistill.terminal import shortened, visible
+
+# Settings that the report computes with: their types, and the range of those that are required.
+NUMBERS = {
+    "learning_rate": float,
+    "max_steps": int,
+    "seed": int,
+    "max_grad_norm": float | None,
+    "per_device_train_batch_size": int,
+    "gradient_accumulation_steps": int,
+}
+REQUIRED = {"learning_rate": (1e-30, 1e30), "max_steps": (1, 2**53)}
 
 
 @dataclass
@@ -22,103 +34,148 @@ class Run:
 
     Attributes:
         config: the settings in `config.yaml`.
-        metrics, evaluations: rows of `metrics.jsonl` and of `evals.jsonl`, null read as NaN.
+        metrics, evaluations: the columns of `metrics.jsonl` and of `evals.jsonl`.
         variant: the learning-rate variant that a suite gives the run, "" for the comparison; None outside of suites.
+        notes: what was left out of its files.
+
+    Raises:
+        ValueError: a setting that the report computes with is missing or out of range.
     """
 
     folder: Path
     name: str
     config: dict[str, Any]
-    metrics: list[dict[str, Any]]
-    evaluations: list[dict[str, Any]]
+    metrics: Log
+    evaluations: Log
     variant: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model, self.task = str(self.config.get("model")), str(self.config.get("task"))
-        self.method = str(self.config.get("method", "fire"))
-        self.seed = int(self.config.get("seed", 0))
-        self.learning_rate = float(self.config.get("learning_rate", math.nan))
-        self.max_steps = int(self.config.get("max_steps", 0))
+        self.name = shown(self.name)
+        self.model, self.task = shown(self.config.get("model")), shown(self.config.get("task"))
+        self.method = shown(self.config.get("method", "fire"))
+        self.config = self.config | {
+            name: setting(self.config, name) for name in NUMBERS if name in {**REQUIRED, **self.config}
+        }
+        self.seed: int = self.config.get("seed", 0)
+        self.learning_rate: float = self.config["learning_rate"]
+        self.max_steps: int = self.config["max_steps"]
 
     @property
     def step(self) -> int:
         """The last step in the log; 0 if there is none."""
-        return int(self.metrics[-1]["step"]) if self.metrics else 0
+        return self.metrics.last_step
 
     @property
     def finished(self) -> bool:
         """Whether all steps are done, and the evaluation after the last one if the run evaluates."""
-        evaluated = not self.evaluations or self.evaluations[-1]["step"] >= self.max_steps
-        return self.step >= self.max_steps and evaluated
+        return self.step >= self.max_steps and (not len(self.evaluations) or self.evaluations.last_step >= self.max_steps)
 
-    @property
-    def final(self) -> dict[str, Any] | None:
-        """The evaluation after the last step of a finished run."""
-        return self.evaluations[-1] if self.finished and self.evaluations else None
+    def final(self, key: str) -> float:
+        """A value of the evaluation after the last step; NaN if the run is not finished or does not evaluate."""
+        return float(self.evaluations[key][-1]) if self.finished and len(self.evaluations) else np.nan
 
     @cached_property
     def events(self) -> list[Event]:
-        return collapses(self.metrics, self.evaluations, float(self.config.get("max_grad_norm") or 1.0))
+        return collapses(self.metrics, self.evaluations, self.config.get("max_grad_norm") or 1.0)
 
 
-def column(rows: Sequence[Mapping[str, Any]], key: str, by: str = "step") -> tuple[list[float], list[float]]:
-    """Two columns, `by` and `key`, without the rows in which either is missing or not finite."""
-    kept = [row for row in rows if math.isfinite(row.get(key, math.nan)) and math.isfinite(row.get(by, math.nan))]
-    return [row[by] for row in kept], [row[key] for row in kept]
+def shown(text: Any) -> str:
+    """A name as it is shown: visible characters, and not too many."""
+    return shortened(visible(str(text)))
 
 
-def running_mean(values: Sequence[float], width: int) -> list[float]:
+def setting(config: Mapping[str, Any], name: str) -> Any:
+    """A setting of `NUMBERS`; raises ValueError if it is none."""
+    value = config.get(name)
+    try:
+        number = coerce(value, NUMBERS[name])
+    except TypeError as error:
+        raise ValueError(f"{name} in config.yaml is {shortened(repr(value))}: {error}") from error
+    low, high = REQUIRED.get(name, (-1e15, 1e15))
+    if number is not None and not low <= number <= high:
+        raise ValueError(f"{name} in config.yaml is {shortened(repr(value))}: expected a number from {low:g} to {high:g}")
+    return number
+
+
+def running_mean(values: ndarray, width: int) -> ndarray:
     """Mean over a centred window of `width` (odd) values; the window is shorter at the ends."""
-    half = width // 2
-    return [fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+    if width == 1 or not len(values):
+        return values
+    half, window = width // 2, np.ones(width)
+    sums, counts = (np.convolve(of, window)[half : half + len(values)] for of in (values, np.ones(len(values))))
+    return sums / counts
 
 
 def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[str]]:
     """Read run directories and suites.
 
     Returns:
-        The runs that have completed a step, each folder once; the titles of the suites; and notes on what is incomplete.
+        The runs that have completed a step, each folder once; the titles of the suites; and notes on what is incomplete or left out.
 
     Raises:
-        ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
+        ValueError: no path is a run directory or a suite with a run that has completed a step.
+        OSError: the only path cannot be read.
     """
     runs: dict[Path, Run] = {}
     titles: list[str] = []
     notes: list[str] = []
     for path in map(Path, paths):
-        if (path / "plan.json").is_file():
-            found, title, progress = read_suite(path)
-            titles.append(title)
-            notes += progress
-        else:
-            found = [read_run(path)]
-        runs |= {run.folder.resolve(): run for run in found}
+        found: list[Run] = []
+        try:
+            if (path / "plan.json").is_file():
+                found, title, progress = read_suite(path)
+                titles.append(shown(title))
+                notes += progress
+            else:
+                found = [read_run(path)]
+            runs |= {run.folder.resolve(): run for run in found}
+        except UNREADABLE as error:
+            if len(paths) == 1:
+                raise
+            notes.append(left_out(path, error))
     for run in runs.values():
-        if not run.metrics:
+        notes += [f"{run.name}, {note}." for note in run.notes]
+        if not len(run.metrics):
             notes.append(f"{run.name} has not completed a step yet.")
         elif not run.finished:
             notes.append(f"{run.name} is not finished: step {run.step} of {run.max_steps}.")
-    started = [run for run in runs.values() if run.metrics]
+    started = [run for run in runs.values() if len(run.metrics)]
     if not started:
-        raise ValueError(f"no run in {', '.join(map(str, paths))} has completed a step yet")
+        raise ValueError(f"there is nothing to report on. {' '.join(notes)}")
     return started, titles, notes
 
 
+# What a folder of nonsense raises: unusable values and files, and links in a circle.
+UNREADABLE = (ValueError, OSError, RuntimeError)
+
+
+def left_out(what: Any, error: Exception) -> str:
+    return f"{shown(what)} is left out: {shortened(visible(' '.join(str(error).split())), 400)}."
+
+
 def read_suite(folder: Path) -> tuple[list[Run], str, list[str]]:
-    """The training runs of a suite that have a run directory, its title, and notes on its progress."""
+    """The training runs of a suite that have a run directory, its title, and notes on its progress and on runs that are left out.
+
+    Raises:
+        ValueError: the folder does not hold the plan of a suite.
+    """
     from firedistill.suites.run import SuiteFolder, summary  # needs flock, which Windows lacks
 
     suite = SuiteFolder(folder)
     plan = suite.plan
     states = suite.states(plan)
+    done = all(state.name == "done" for state in states.values())
+    notes = [] if done else [f"Suite {shown(plan.suite)}: {summary(plan, states)}."]
+    notes += [f"{shown(name)} has failed: {shown(state.note)}." for name, state in states.items() if state.name == "failed"]
     runs = []
     for planned in plan.runs:
         place = suite.run_folder(planned)
-        if planned.command == "train" and (place / "config.yaml").is_file():
-            runs.append(read_run(place, planned.id, planned.variant))
-    done = all(state.name == "done" for state in states.values())
-    notes = [] if done else [f"Suite {plan.suite}: {summary(plan, states)}."]
-    notes += [f"{name} has failed: {state.note}." for name, state in states.items() if state.name == "failed"]
+        if planned.command == "train" and place.is_dir():
+            try:
+                runs.append(read_run(place, planned.id, planned.variant))
+            except UNREADABLE as error:
+                notes.append(left_out(planned.id, error))
     return runs, plan.title, notes
 
 
@@ -126,16 +183,19 @@ def read_run(folder: Path, name: str | None = None, variant: str | None = None) 
     """Read a run directory; the name defaults to the folder's.
 
     Raises:
-        ValueError: the folder has no `config.yaml`, or that file is not a mapping in YAML.
+        ValueError: the folder has no `config.yaml`, or that file does not hold the settings of a run.
+        OSError: a file cannot be read.
     """
     config = folder / "config.yaml"
     if not config.is_file():
         raise ValueError(f"{folder} is not a run directory (it has no config.yaml) and not a suite (it has no plan.json)")
     try:
-        settings = yaml.safe_load(config.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        settings = read_yaml(config)
+    except ValueError as error:
         raise ValueError(f"{config} is not valid YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold a mapping of settings, not {type(settings).__name__}")
-    evaluations = [row for row in read_jsonl(folder / "evals.jsonl") if row.get("n")]
-    return Run(folder, name or folder.resolve().name, settings, read_jsonl(folder / "metrics.jsonl"), evaluations, variant)
+    notes: list[str] = []
+    metrics = read_log(folder / "metrics.jsonl", METRICS, notes)
+    evaluations = read_log(folder / "evals.jsonl", EVALUATIONS, notes)
+    return Run(folder, name or folder.resolve().name, settings, metrics, evaluations, variant, notes)

@@ -6,12 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
+import numpy as np
 import pandas as pd
 
 from firedistill.report.groups import Group, Setting, Study, partition, short_model, task_title
-from firedistill.report.read import Run, column
+from firedistill.report.log import CUMULATIVE
+from firedistill.report.read import Run
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
@@ -111,7 +113,12 @@ def accuracy_tables(study: Study) -> list[AccuracyTable]:
         tables += [category_table(setting) for setting in settings if categories(setting)]
         if any(group.factor != 1 for setting in settings for group in setting.groups):
             tables.append(rate_table(model, settings))
-    return [table for table in tables if any(cell.n for _, cells in table.rows for cell in cells)]
+    tables = [table for table in tables if any(cell.n for _, cells in table.rows for cell in cells)]
+    names = Counter[str]()
+    for table in tables:  # two models may share the last part of their names
+        names[table.name] += 1
+        table.name += f"-{names[table.name]}" if names[table.name] > 1 else ""
+    return tables
 
 
 def method_table(model: str, settings: Sequence[Setting]) -> AccuracyTable:
@@ -153,12 +160,12 @@ def accuracy_cell(groups: Iterable[Group], key: str = "accuracy") -> Cell:
 
 
 def categories(setting: Setting) -> list[str]:
-    keys = {key for group in setting.compared for run in group.runs for row in run.evaluations for key in row}
+    keys = {key for group in setting.compared for run in group.runs for key in run.evaluations.columns}
     return sorted(key for key in keys if key.startswith("accuracy_"))
 
 
 def file_name(text: str) -> str:
-    kept = "".join(c if c.isalnum() or c in ".-_" else "-" for c in short_model(text))
+    kept = "".join(c if c.isalnum() or c in ".-_" else "-" for c in short_model(text))[:60]
     return kept.strip(".-") or "unnamed"
 
 
@@ -175,10 +182,10 @@ def overview(study: Study) -> list[dict[str, str]]:
 
 def overview_row(setting: Setting, group: Group) -> dict[str, str]:
     runs = group.finished or group.runs
-    norms = [norm for run in runs for norm in column(run.metrics, "grad_norm")[1]]
-    initial = [100 * run.evaluations[0]["accuracy"] for run in runs if run.evaluations and not run.evaluations[0]["step"]]
+    norms = np.concatenate([run.metrics.column("grad_norm")[1] for run in runs])
+    initial = [100 * run.evaluations["accuracy"][0] for run in runs if len(run.evaluations) and not run.evaluations["step"][0]]
     wrong = Counter(rule for run in group.runs for rule in dict.fromkeys(event.rule for event in run.events))
-    last = [run.metrics[-1] for run in runs]
+    tokens, seconds = ([run.metrics[key][-1] for run in runs] for key in CUMULATIVE)
     return {
         "Setting": setting.title,
         "Algorithm": group.label,
@@ -186,20 +193,20 @@ def overview_row(setting: Setting, group: Group) -> dict[str, str]:
         "Accuracy at step 0 (%)": spread(initial, ".2f"),
         "Final accuracy (%)": spread(group.finals(), ".2f"),
         "Went wrong": ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
-        "Gradient norm, median": f"{median(norms):.3g}" if norms else "–",
-        "Gradient norm, maximum": f"{max(norms):.3g}" if norms else "–",
+        "Gradient norm, median": f"{np.median(norms):.3g}" if len(norms) else "–",
+        "Gradient norm, maximum": f"{np.max(norms):.3g}" if len(norms) else "–",
         "Sampled answers right (%), first to last tenth": first_to_last(runs, "correct_rate", ".0f", 100),
         "Entropy (nats), first to last tenth": first_to_last(runs, "entropy", ".2f"),
         "Response length, first to last tenth": first_to_last(runs, "response_length", ".1f"),
-        "Generated tokens": spread([row.get("cumulative_generated_tokens", math.nan) for row in last], ",.0f"),
-        "Training time (min)": spread([row.get("cumulative_train_seconds", math.nan) / 60 for row in last], ".1f"),
+        "Generated tokens": spread(tokens, ",.0f"),
+        "Training time (min)": spread([value / 60 for value in seconds], ".1f"),
     }
 
 
 def first_to_last(runs: Sequence[Run], key: str, form: str, factor: float = 1) -> str:
     """The mean over the runs in the first and in the last tenth of their steps."""
-    values = [column(run.metrics, key)[1] for run in runs]
-    tenths = [(fmean(v[: max(1, len(v) // 10)]), fmean(v[-max(1, len(v) // 10) :])) for v in values if v]
+    values = [run.metrics.column(key)[1] for run in runs]
+    tenths = [(v[: max(1, len(v) // 10)].mean(), v[-max(1, len(v) // 10) :].mean()) for v in values if len(v)]
     return " → ".join(format(factor * fmean(side), form) for side in zip(*tenths, strict=True)) if tenths else "–"
 
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from firedistill.files import REPLACED, UNFINISHED, discard
+from firedistill.files import REPLACED, UNFINISHED, discard, written_at_once
 
 try:
     import fcntl
@@ -90,7 +90,8 @@ def remove(path: Path) -> None:
 
 def mark_finished(folder: Path, step: int) -> None:
     """Record that the run has ended after optimizer step `step` with everything written; the last act of a run."""
-    (folder / FINISHED).write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+    with written_at_once(folder / FINISHED) as unfinished:
+        unfinished.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
 
 
 def finished_step(folder: Path) -> int | None:

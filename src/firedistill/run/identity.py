@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import transformers
-import yaml
 from torch import nn
 
+from firedistill.coerce import read_yaml
 from firedistill.config import SelfDistillConfig, effect
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
 from firedistill.tasks.types import Example
@@ -141,8 +141,8 @@ def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
     if all_checkpoints(run) or not (run / "metrics.jsonl").exists():
         return
     try:
-        earlier = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        earlier = read_yaml(run / "config.yaml")
+    except (OSError, ValueError):
         earlier = None
     settings = to_plain(earlier) if isinstance(earlier, dict) else {}
     changed = differences({"settings": settings}, {"settings": to_plain(config.resolved())}, config)

@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from firedistill.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
+# Bytes in a line, and the largest step, of which a float is exact.
+LONGEST_ROW, LAST_STEP = 2**20, 2**53
 FEEDBACK = pa.list_(pa.struct({"name": pa.string(), "text": pa.string()}))
 ROLLOUT_COLUMNS = pa.schema(
     [("step", pa.int64())]
@@ -165,18 +168,68 @@ def json_line(row: dict[str, Any]) -> str:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a JSON Lines file, with NaN in place of null; without a partial last line, and empty if there is no file."""
+    """The rows of a JSON Lines file, as `iterate_jsonl`."""
+    return list(iterate_jsonl(path))
+
+
+def iterate_jsonl(path: str | Path, left_out: Counter[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a JSON Lines file, with NaN in place of null, one at a time; none if there is no file.
+
+    A row is a JSON object with a whole number `step` from 0 on. Other lines are left out, and so is a last line that is not complete.
+
+    Args:
+        left_out: counts the lines that are left out, by reason. A last line that is not complete does not count.
+    """
     path = Path(path)
     if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        rows.append({name: math.nan if value is None else value for name, value in row.items()})
-    return rows
+        return
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_ROW):
+            if len(line) < LONGEST_ROW or line.endswith(b"\n"):
+                found = row_of(line)
+            else:
+                found = f"longer than {LONGEST_ROW // 2**20} MiB"
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LONGEST_ROW)
+            if isinstance(found, dict):
+                yield found
+            elif left_out is not None and line.endswith(b"\n") and line != b"\n":
+                left_out[found] += 1
+
+
+def row_of(line: bytes) -> dict[str, Any] | str:
+    """The row in a line, with NaN in place of null; or, in words, why there is none."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(row, dict):
+        return "not a JSON object"
+    step = row.get("step")
+    if isinstance(step, bool) or not isinstance(step, int | float) or not 0 <= step <= LAST_STEP or step != int(step):
+        return "without a whole number as step"
+    if None in row.values():
+        row = {name: math.nan if value is None else value for name, value in row.items()}
+    row["step"] = int(step)
+    return row
+
+
+def last_row(path: str | Path) -> dict[str, Any] | None:
+    """The last row of a JSON Lines file, whose end alone is read; None if the last 16 MiB have none, or there is no file."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for reach in (2**16, 2**24):
+            file.seek(max(size - reach, 0))
+            lines = file.read(reach).split(b"\n")[size > reach :]  # the first one may lack its beginning
+            for line in reversed(lines):
+                if isinstance(row := row_of(line), dict):
+                    return row
+            if reach >= size:
+                return None
+    return None
 
 
 def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict[str, Any]:

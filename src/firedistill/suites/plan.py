@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -10,11 +13,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.files import written_at_once
+from firedistill.terminal import shortened, visible
 
 BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors", "warmstart"}
+LISTS = ["recipes", "methods", "seeds", "learning_rate_factors"]
+MOST_RUNS = 10_000
 # The options for all runs that also apply to a shared warm start: where things are, not how long to train.
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 
@@ -30,6 +35,9 @@ class PlannedRun:
         model, task, method, seed, learning_rate, max_steps: the values that recipe and settings resolve to.
         variant: what distinguishes it besides method and seed, such as "2x" for the learning rate; usually empty.
         needs: id of the warm start whose adapter the run starts from.
+
+    Raises:
+        ValueError: the id cannot be the name of a folder, or a setting is a secret: plans, logs and command lines can be read by all.
     """
 
     id: str
@@ -44,6 +52,12 @@ class PlannedRun:
     max_steps: int
     variant: str = ""
     needs: str | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[^/\\\0]{1,200}", self.id) or self.id.startswith("."):
+            raise ValueError(f"a run is named {self.id[:200]!r}, which cannot be the name of a folder")
+        if secret := next(filter(is_secret, self.settings), None):
+            raise ValueError(f"{secret} must not be part of a suite, whose plan and logs others can read; set HF_TOKEN instead")
 
 
 @dataclass
@@ -81,17 +95,19 @@ def read_suite(name: str) -> tuple[str, dict[str, Any], Path | None]:
     if not path.is_file() and not built_in.is_file():
         raise ValueError(f"no suite {name!r}: neither a file nor one of {', '.join(built_in_suites())}")
     try:
-        content = yaml.safe_load((path if path.is_file() else built_in).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        content = read_yaml(path if path.is_file() else built_in)
+    except ValueError as error:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("blocks"), list) or not content["blocks"]:
         raise ValueError(f"{name} is not a suite: expected a mapping with a list of blocks, each with recipes and methods")
     for block in [content, *content["blocks"]]:
         if not isinstance(block, dict):
-            raise ValueError(f"{name}: a block is {block!r}; expected a mapping")
-        unknown = set(block) - BLOCK_KEYS - ({"title", "blocks"} if block is content else set())
+            raise ValueError(f"{name}: a block is {shortened(repr(block))}; expected a mapping")
+        unknown = [key for key in block if key not in BLOCK_KEYS | ({"title", "blocks"} if block is content else set())]
         if unknown:
-            raise ValueError(f"{name}: unknown key {sorted(unknown)[0]!r}; a block may have {', '.join(sorted(BLOCK_KEYS))}")
+            raise ValueError(
+                f"{name}: unknown key {shortened(repr(unknown[0]))}; a block may have {', '.join(sorted(BLOCK_KEYS))}"
+            )
     return (path.stem if path.is_file() else name), content, (path.resolve().parent if path.is_file() else None)
 
 
@@ -115,6 +131,8 @@ def make_plan(
     blocks = [shared | block for block in content["blocks"]]
     runs: dict[str, PlannedRun] = {}
     for block in blocks:
+        if (count := math.prod(len(listed(block, key, name, default=[0])) for key in LISTS)) > MOST_RUNS:
+            raise ValueError(f"{name}: a block stands for {count:,} runs; a suite may have {MOST_RUNS:,}")
         for run in runs_of(block, name, folder, seeds, only, options):
             known = runs.setdefault(run.id, run)
             if known != run:
@@ -135,10 +153,13 @@ def runs_of(
 ) -> Iterator[PlannedRun]:
     """The runs of one block: by recipe, then seed, method and factor, so that comparisons complete as early as possible."""
     factors = listed(block, "learning_rate_factors", name, default=[1])
-    if not all(isinstance(factor, int | float) and factor > 0 for factor in factors):
+    if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
         raise ValueError(f"{name}: learning_rate_factors are {factors}; expected numbers above 0")
     methods = [str(m) for m in listed(block, "methods", name) if only is None or m in only]
     chosen_seeds = listed(block, "seeds", name, default=[0]) if seeds is None else seeds
+    own = block.get("settings") or {}
+    if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
+        raise ValueError(f"{name}: settings are {shortened(repr(own))}; expected a mapping of options to values")
     needs = None
     if block.get("warmstart") and methods:
         recipe = recipe_of(str(block["warmstart"]), folder)
@@ -146,7 +167,7 @@ def runs_of(
         yield planned(needs, "warmstart", recipe, {key: options[key] for key in options if key in WARMSTART_OPTIONS})
     for recipe in [recipe_of(str(r), folder) for r in listed(block, "recipes", name)]:
         for seed, method, factor in product(chosen_seeds, methods, factors):
-            settings = {**(block.get("settings") or {}), **options, "method": method, "seed": seed}
+            settings = {**own, **options, "method": method, "seed": seed}
             variant = "" if factor == 1 else f"{factor:g}x"
             if variant:
                 # A sweep keeps the nominal rate; where none is set, it is the peak rate of factor 1.
@@ -179,7 +200,9 @@ def resolved(command: str, recipe: str, settings: Mapping[str, Any]):
 def listed(block: Mapping[str, Any], key: str, name: str, default: list[Any] | None = None) -> list[Any]:
     values = block.get(key, default)
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{name}: {key} is {values!r}; expected a list, for instance {key}: [{key.rstrip('s')}]")
+        raise ValueError(
+            f"{name}: {key} is {shortened(repr(values))}; expected a list, for instance {key}: [{key.rstrip('s')}]"
+        )
     return values
 
 
@@ -211,10 +234,56 @@ def read_plan(path: Path) -> Plan:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["runs"] = [PlannedRun(**run) for run in content["runs"]]
-        return Plan(**content)
-    except (ValueError, KeyError, TypeError) as error:
+        plan = Plan(**coerced(Plan, content | {"runs": [PlannedRun(**coerced(PlannedRun, run)) for run in content["runs"]]}))
+        names = [run.id for run in plan.runs]
+        if len(set(names)) < len(names):
+            raise ValueError("two runs have the same id")
+        if strange := [run for run in plan.runs if run.command not in ("train", "warmstart") or run.max_steps < 1]:
+            raise ValueError(f"{strange[0].id} has command {strange[0].command!r} and {strange[0].max_steps} steps")
+        if lacking := [run for run in plan.runs if run.needs is not None and run.needs not in names]:
+            raise ValueError(f"{lacking[0].id} needs {lacking[0].needs!r}, which is not planned")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not the plan of a suite: {error}") from error
+    return plan
+
+
+# What a state file holds about an attempt.
+RECORD = {
+    "state": str,
+    "host": str,
+    "pid": int | None,
+    "since": float,
+    "from_step": int,
+    "seconds": float,
+    "steps": int,
+    "accuracy": float | None,
+    "error": str,
+}
+
+
+def coerced_record(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a state file.
+
+    Raises:
+        TypeError, ValueError: it is not a state.
+    """
+    record = {name: coerce(content[name], kind) for name, kind in RECORD.items() if name in content}
+    numbers = [value for value in record.values() if isinstance(value, int | float)]
+    if any(abs(value) > 1e15 for value in numbers) or (record.get("pid") or 2) < 2:
+        raise ValueError("a number is out of range")
+    if record.get("state") == "running" and not {"host", "since", "from_step"} <= record.keys():
+        raise ValueError("a run without host and time")
+    return record | {name: visible(record[name]) for name in ("host", "error") if name in record}
+
+
+def coerced(kind: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON object as arguments of a dataclass.
+
+    Raises:
+        TypeError: a value is not of its field's type.
+    """
+    types = typing.get_type_hints(kind)
+    return {name: coerce(value, types.get(name, Any)) for name, value in content.items()}
 
 
 def merge(known: Plan, new: Plan, where: Path) -> Plan:

@@ -8,6 +8,8 @@
       state/<id>.lock           locked by the suite process that manages the run
       state/<id>.trainer.lock   locked by the run's own process
 
+A run is done when its process has ended with status 0 and has written `finished.json` into the run directory, which it does last.
+
 Both locks are `flock` locks: the operating system releases them when their holder dies. A run's process inherits its lock and keeps
 it when the suite process is killed, so a run directory never has two trainers. Where a file system does not share `flock` between
 hosts, a heartbeat protects the run: its suite process touches `state/<id>.json`. Lock files are never removed, because a lock on a
@@ -37,16 +39,20 @@ from typing import IO, Any
 from filelock import FileLock
 
 from firedistill.run.checkpoints import newest_checkpoint, step_of
-from firedistill.run.log import read_jsonl
-from firedistill.suites.plan import Plan, PlannedRun, merge, read_plan, with_warm_starts, write_json
+from firedistill.run.directory import finished_step
+from firedistill.run.log import iterate_jsonl, last_row
+from firedistill.run.signals import ALWAYS, UNLESS_USED
+from firedistill.suites.plan import Plan, PlannedRun, coerced_record, merge, read_plan, with_warm_starts, write_json
+from firedistill.terminal import visible
 
 HOST = socket.gethostname()
 # Seconds between heartbeats, and without one after which a process on another host counts as dead.
 HEARTBEAT, GONE_AFTER = 10, 600
 # Seconds that a run has to stop before it is killed.
 PATIENCE = 60
-# Exit codes of a run that was asked to stop: killed by SIGINT or SIGTERM, or exited after one of them.
-STOPPED = {-signal.SIGINT, -signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGTERM}
+# What asks a run or a suite to stop, and the exit codes of a run that was asked: killed by one of these, or exited after one.
+REQUESTS = (*ALWAYS, *UNLESS_USED)
+STOPPED = {code for number in REQUESTS for code in (-number, 128 + number)}
 # Errors of `flock` for a lock that another process holds; some network file systems report EACCES.
 HELD = (BlockingIOError, PermissionError)
 STATES = ["done", "running", "failed", "waiting", "to do"]
@@ -112,11 +118,11 @@ class SuiteFolder:
         return self.folder / "state" / f"{run.id}.{kind}"
 
     def record(self, run: PlannedRun) -> dict[str, Any]:
-        """What is stored about the current or last attempt, and `heartbeat`, when it was last touched."""
+        """What is stored about the current or last attempt, and `heartbeat`, when it was last touched; empty if it is damaged."""
         path = self.state_path(run)
         try:
-            return {"heartbeat": path.stat().st_mtime} | json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            return {"heartbeat": path.stat().st_mtime} | coerced_record(json.loads(path.read_bytes()))
+        except (OSError, ValueError, TypeError, RecursionError):
             return {}
 
     def states(self, plan: Plan) -> dict[str, RunState]:
@@ -141,11 +147,11 @@ class SuiteFolder:
         step, accuracy = last_step(folder), last_accuracy(folder)
         if self.has_trainer(run, record) or (not managed and is_locked(self.state_path(run, "lock"))):
             seconds, steps = time.time() - record.get("since", time.time()), max(step - record.get("from_step", 0), 0)
-            note = f"process {record['pid']} on {record['host']}" if recorded == "running" else "starting"
+            note = f"process {record['pid']} on {record['host']}" if record.get("pid") else "starting"
             return RunState("running", step, accuracy, seconds, steps, note)
         if complete(folder, run.max_steps):
             # The suite process was killed before it could record the end. The run's log has the time without evaluations.
-            seconds = read_jsonl(folder / "metrics.jsonl")[-1].get("cumulative_train_seconds", 0.0)
+            seconds = number((last_row(folder / "metrics.jsonl") or {}).get("cumulative_train_seconds"), 0.0)
             return RunState("done", step, accuracy, seconds, step)
         if recorded == "failed":
             return RunState("failed", step, accuracy, seconds, steps, record.get("error", ""))
@@ -156,10 +162,10 @@ class SuiteFolder:
 
     def has_trainer(self, run: PlannedRun, record: Mapping[str, Any]) -> bool:
         """Whether the run's process is alive: it holds its lock, or it is on another host and has a recent heartbeat."""
-        if record.get("state") != "running":
-            return False
-        recent = time.time() - record["heartbeat"] < GONE_AFTER
-        return is_locked(self.state_path(run, "trainer.lock")) or (record["host"] != HOST and recent)
+        if is_locked(self.state_path(run, "trainer.lock")):
+            return True  # recorded or not: the suite process may have been killed in between
+        recent = time.time() - record.get("heartbeat", 0) < GONE_AFTER
+        return record.get("state") == "running" and record["host"] != HOST and recent
 
 
 def lock(path: Path) -> IO[bytes] | None:
@@ -191,18 +197,28 @@ def is_locked(path: Path) -> bool:
 
 
 def last_step(folder: Path) -> int:
-    rows = read_jsonl(folder / "metrics.jsonl")
-    return int(rows[-1]["step"]) if rows else 0
+    row = last_row(folder / "metrics.jsonl")
+    return row["step"] if row else 0
 
 
 def last_accuracy(folder: Path) -> float:
-    measured = [row["accuracy"] for row in read_jsonl(folder / "evals.jsonl") if row.get("n")]
-    return measured[-1] if measured else math.nan
+    measured = math.nan
+    for row in iterate_jsonl(folder / "evals.jsonl"):
+        if number(row.get("n"), 0) > 0:
+            measured = number(row.get("accuracy"), math.nan)
+    return measured
+
+
+def number(value: Any, otherwise: float) -> float:
+    """The value if it is a finite number that a float can hold."""
+    is_number = isinstance(value, int | float) and abs(value) < 1e300
+    return float(value) if is_number else otherwise
 
 
 def complete(folder: Path, max_steps: int) -> bool:
-    """Whether a run reached its end: it saves its adapter last."""
-    return (folder / "adapter" / "adapter_config.json").is_file() and last_step(folder) >= max_steps
+    """Whether a run has reached its end, which its process records last of all."""
+    step = finished_step(folder)
+    return step is not None and step >= max_steps
 
 
 # ---- Running ---------------------------------------------------------------------------------------------------------------
@@ -242,6 +258,7 @@ class Runner:
     Attributes:
         tried: ids of the runs that this process has started.
         stops: number of requests to stop; the first one stops the active runs, the second one kills them.
+        troubles: what has been reported and is not repeated.
     """
 
     suite: SuiteFolder
@@ -255,12 +272,16 @@ class Runner:
     pause: float = 0.5
     tried: set[str] = field(default_factory=set)
     stops: int = 0
+    troubles: set[str] = field(default_factory=set)
 
     def work(self) -> dict[str, RunState]:
         """Run until this process has nothing left to do; returns the states of all runs.
 
+        A file that cannot be written, on a full disk for instance, stops no run that is active.
+
         Raises:
-            KeyboardInterrupt: on Ctrl-C, SIGTERM or SIGHUP, after the active runs have stopped; they can be continued.
+            KeyboardInterrupt: on one of `REQUESTS`, after the active runs have stopped; they can be continued.
+            OSError: the files of the suite cannot be read or locked, and no run is active.
         """
         free = list(self.slots)
         active: dict[Future[None], Mapping[str, str]] = {}
@@ -270,15 +291,21 @@ class Runner:
                     for attempt in [attempt for attempt in active if attempt.done()]:
                         free.append(active.pop(attempt))
                         attempt.result()  # raises what its thread raised
-                    states = self.suite.states(self.plan)
-                    for run in self.runs:
-                        candidate = self.is_open(run, states[run.id]) or self.is_here(run, states[run.id])
-                        if free and candidate and (held := lock(self.suite.state_path(run, "lock"))):
-                            slot = free.pop(0)
-                            active[pool.submit(self.attempt, run, held, slot)] = slot
-                    if not active and not self.has_more(states):
-                        return states
-                    self.on_poll(states)
+                    try:
+                        states = self.suite.states(self.plan)
+                        for run in self.runs:
+                            candidate = self.is_open(run, states[run.id]) or self.is_here(run, states[run.id])
+                            if free and candidate and (held := lock(self.suite.state_path(run, "lock"))):
+                                slot = free.pop(0)
+                                active[pool.submit(self.attempt, run, held, slot)] = slot
+                    except OSError as error:
+                        if not active:
+                            raise
+                        self.trouble(f"waiting for the runs that are active, since no other can start: {error}")
+                    else:
+                        if not active and not self.has_more(states):
+                            return states
+                        self.on_poll(states)
                     time.sleep(self.pause)
                 raise KeyboardInterrupt
             except BaseException:
@@ -289,12 +316,12 @@ class Runner:
 
     @contextmanager
     def counted_signals(self) -> Iterator[None]:
-        """Count Ctrl-C, SIGTERM and SIGHUP as requests to stop, except signals that are ignored, as under nohup."""
+        """Count `REQUESTS` to stop, except signals that are ignored, as SIGHUP under nohup."""
 
         def count(number: int, frame: FrameType | None) -> None:
             self.stops += 1
 
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [number for number in REQUESTS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, count) for number in numbers}
         try:
             yield
@@ -321,32 +348,56 @@ class Runner:
     def attempt(self, run: PlannedRun, held: IO[bytes], environment: Mapping[str, str]) -> None:
         """Start a run, or find one that lost its suite process, and record how it ends; `held` is the run's lock."""
         path = self.suite.state_path(run, "trainer.lock")
-        with held:
-            # Another process may have had the run until it was locked.
-            state = self.suite.state(run, managed=True)
-            if self.is_here(run, state):
-                self.on_event(f"{run.id}: still running, {state.note}; waiting for it")
-                record = self.suite.record(run)
-                self.watch(run, record["pid"], lambda: not is_locked(path))
-                event = self.finish(run, record, None)
-            elif self.is_open(run, state) and (trainer_lock := lock(path)):
-                with trainer_lock:
-                    process, record = self.start(run, trainer_lock, environment)
-                    self.watch(run, process.pid, lambda: process.poll() is not None)
-                    if process.returncode is not None:  # helper processes that it left behind have the lock, too
-                        fcntl.flock(trainer_lock, fcntl.LOCK_UN)
-                event = self.finish(run, record, process.returncode)
-            else:
-                return
+        try:
+            with held:
+                # Another process may have had the run until it was locked.
+                state = self.suite.state(run, managed=True)
+                if self.is_here(run, state):
+                    self.on_event(f"{run.id}: still running, {state.note}; waiting for it")
+                    record = self.suite.record(run)
+                    self.watch(run, record.get("pid"), lambda: not is_locked(path))
+                    event = self.finish(run, record, None)
+                elif self.is_open(run, state) and (trainer_lock := lock(path)):
+                    self.tried.add(run.id)
+                    with trainer_lock:
+                        process, record = self.start(run, trainer_lock, environment)
+                        self.watch(run, process.pid, lambda: process.poll() is not None)
+                        if process.returncode is not None:  # helper processes that it left behind have the lock, too
+                            fcntl.flock(trainer_lock, fcntl.LOCK_UN)
+                    event = self.finish(run, record, process.returncode)
+                else:
+                    return
+        except OSError as error:
+            self.tried.add(run.id)
+            event = f"not started ({error}); the same command tries again"
         self.on_event(f"{run.id}: {event}")
+
+    def store(self, run: PlannedRun, record: Mapping[str, Any]) -> None:
+        """Write the run's state. If that fails, the run continues: its lock and its run directory tell where it stands."""
+        try:
+            write_json(self.suite.state_path(run), record)
+        except OSError as error:
+            self.trouble(f"{run.id}: its state cannot be written ({error}); the run is not affected")
+
+    def trouble(self, text: str) -> None:
+        """Report something once."""
+        if text not in self.troubles:
+            self.troubles.add(text)
+            self.on_event(text)
 
     def start(
         self, run: PlannedRun, trainer_lock: IO[bytes], environment: Mapping[str, str]
     ) -> tuple[subprocess.Popen, dict[str, Any]]:
-        self.tried.add(run.id)
+        """Start a run's process.
+
+        Raises:
+            OSError: it could not be started.
+        """
         command, checkpoint = self.command(self.suite, run), newest_checkpoint(self.suite.run_folder(run))
         step = step_of(checkpoint) if checkpoint else 0  # the log may reach further; the run repeats those steps
-        with self.suite.log_path(run).open("a", encoding="utf-8") as log:
+        record = {"state": "running", "host": HOST, "pid": None, "since": time.time(), "from_step": step}
+        self.store(run, record)  # before there is a process: hosts may share files without locks
+        with self.suite.log_path(run).open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.write(f"$ {shlex.join(command)}\n")
             log.flush()
             process = subprocess.Popen(
@@ -357,14 +408,14 @@ class Runner:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment),
                 pass_fds=[trainer_lock.fileno()],
             )
-        record = {"state": "running", "host": HOST, "pid": process.pid, "since": time.time(), "from_step": step}
-        write_json(self.suite.state_path(run), record)
+        record["pid"] = process.pid
+        self.store(run, record)
         where = "".join(f", {name}={value}" for name, value in environment.items())
         self.on_event(f"{run.id}: {f'continued after step {step}' if checkpoint else 'started'}{where}")
         return process, record
 
-    def watch(self, run: PlannedRun, pid: int, ended: Callable[[], bool]) -> None:
-        """Wait for the end of a run's process, with heartbeats; pass on the requests to stop it and to kill it."""
+    def watch(self, run: PlannedRun, pid: int | None, ended: Callable[[], bool]) -> None:
+        """Wait for the end of a run's process, with heartbeats; pass on the requests to stop it and to kill it, if `pid` is known."""
         heartbeat = time.monotonic()
         for stops, number in ((1, signal.SIGTERM), (2, signal.SIGKILL)):
             while not ended() and self.stops < stops:
@@ -373,22 +424,23 @@ class Runner:
                     with suppress(OSError):
                         self.suite.state_path(run).touch()
                 time.sleep(self.pause)
-            if not ended():
-                with suppress(ProcessLookupError):
+            if pid is not None and not ended():
+                with suppress(OSError):
                     os.kill(pid, number)
 
     def finish(self, run: PlannedRun, record: Mapping[str, Any], code: int | None) -> str:
         """Record how an attempt ended, and say it; `code` is the exit code, None if it is unknown."""
         folder = self.suite.run_folder(run)
-        step, accuracy, seconds = last_step(folder), last_accuracy(folder), time.time() - record["since"]
+        step, accuracy = last_step(folder), last_accuracy(folder)
+        seconds = max(time.time() - record.get("since", time.time()), 0.0)
         result = {
             "exit_code": code,
             "seconds": seconds,
-            "steps": max(step - record["from_step"], 0),
+            "steps": max(step - record.get("from_step", 0), 0),
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
             "accuracy": None if math.isnan(accuracy) else accuracy,
         }
-        if code == 0 or (code is None and complete(folder, run.max_steps)):
+        if code in (0, None) and complete(folder, run.max_steps):
             result["state"] = "done"
             event = f"done in {duration(seconds)}" + ("" if math.isnan(accuracy) else f", accuracy {accuracy:.1%}")
         elif code is None or code in STOPPED or self.stops:
@@ -396,18 +448,23 @@ class Runner:
             event = f"stopped after step {step}; to be continued"
         else:
             error = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+            if code == 0:
+                error += f" after step {step} of {run.max_steps}, but the run has not reached its end"
             if line := last_line(self.suite.log_path(run)):
                 error += f": {line}"
             result |= {"state": "failed", "error": error}
             event = f"failed, {error} (log: {self.suite.log_path(run)})"
-        write_json(self.suite.state_path(run), result)
+        self.store(run, result)
         return event
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is neither empty nor a command."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith("$ ")), "")
+    """The last line of a log that is neither empty nor a command, in visible characters."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 2**16, 0))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+        return next((visible(line.strip()) for line in reversed(lines) if line.strip() and not line.startswith("$ ")), "")
+    return ""
 
 
 # ---- Shares of the runs, and the time left ---------------------------------------------------------------------------------

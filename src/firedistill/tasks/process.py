@@ -102,7 +102,7 @@ class _Reminder(threading.Thread):
 _ALARM = hasattr(signal, "SIGALRM")
 _SIGNALS = [
     getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU", "SIGPIPE")  # what stops a run
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPIPE")  # what stops a run
     if hasattr(signal, name)
 ]
 
