@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 import matplotlib.pyplot  # noqa: F401 (an attempt forks from a process that has imported everything)
+import psutil
 import torch.distributed  # noqa: F401
 
 import firedistill.cli.inspect  # noqa: F401
@@ -238,6 +240,21 @@ def quietly(log: Path, call: Callable[..., int], *arguments: Any) -> NoReturn:
     with ended_with_status():
         redirect(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
         sys.exit(call(*arguments))
+
+
+def members(groups: Iterable[int]) -> list[int]:
+    """The live processes of process groups, the oldest first."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.create_time(), process.pid))
+    return [pid for _, pid in sorted(found)]
+
+
+def place_of(path: str) -> str:
+    """What a file of a run directory is: its path there, without numbers."""
+    return re.sub(r"\d+", "N", re.sub(r"tmp\w+", "tmp", path)).strip("/") or "."
 
 
 # ---- Comparison --------------------------------------------------------------------------------------------------------------

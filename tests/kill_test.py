@@ -17,7 +17,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -32,9 +31,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
-
-from attempts import KINDS, PROCESSES, differences, make_inputs, quietly, start_server
+from attempts import KINDS, PROCESSES, differences, make_inputs, members, place_of, quietly, start_server
 from killable import on_file_operations
 
 PATIENCE = 120
@@ -84,10 +81,6 @@ def attempt(kind: str, given: str, run: str, again: bool, kill_at: int | None) -
     status = KINDS[kind](Path(given), Path(run), again)
     Path(f"{run}.operations").write_text(str(counted[0]))
     return status
-
-
-def place_of(path: str) -> str:
-    return re.sub(r"\d+", "N", re.sub(r"tmp\w+", "tmp", path)).strip("/") or "."
 
 
 class Killer:
@@ -189,16 +182,6 @@ class Killer:
         self.tell(f"{self.kind}: kill {self.outcome.kills} {place.read_text()}: {left}")
         place.unlink()
         return True
-
-
-def members(groups: Iterable[int]) -> list[int]:
-    """The live processes of process groups, the oldest first."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(OSError, psutil.Error):
-            if os.getpgid(process.pid) in groups and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.create_time(), process.pid))
-    return [pid for _, pid in sorted(found)]
 
 
 def wait(process, seconds: float) -> int | None:
