@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import errno
-import filecmp
 import json
 import os
 import re
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +48,8 @@ PATIENCE = 90
 
 LOST = re.compile(r"(\S+: )?(rollouts$|checkpoints \[|only one run has (rollouts|checkpoint-))")
 """Differences that are allowed where the log says that something could not be written."""
+
+DATE = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?")
 
 
 # ---- Commands ----------------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Faults:
         if (self.whole / "run").is_dir() and self.kind not in ("report", "inspect", "eval"):
             found = differences(self.kind, self.whole / "run", self.work / "run")
             return [text for text in found if not (LOST.match(text) and "could not be written" in said)]
-        changed = different_files(filecmp.dircmp(self.whole, self.work))
+        changed = different_files(self.whole, self.work)
         return changed + ["output"] * (self.text() != self.output)
 
     def judge(self, number: int) -> tuple[Place | None, str]:
@@ -226,13 +227,17 @@ class Faults:
         return place, f"differs after the next attempt: {found[0][:200]}" if found else ""
 
 
-def different_files(compared: filecmp.dircmp) -> list[str]:
-    found = [f"{compared.right}: {name}" for name in compared.left_only + compared.right_only + compared.diff_files]
-    return found + [text for below in compared.subdirs.values() for text in different_files(below)]
+def different_files(first: Path, second: Path) -> list[str]:
+    """Files that only one of two folders has, or that differ in more than dates."""
+    names = [{path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} for folder in (first, second)]
+    content = {
+        name: [DATE.sub(b"", (folder / name).read_bytes()) for folder in (first, second)] for name in names[0] & names[1]
+    }
+    return sorted(map(str, names[0] ^ names[1])) + sorted(str(name) for name, (one, other) in content.items() if one != other)
 
 
 def last_line(text: str) -> str:
-    return next((line.strip()[-300:] for line in reversed(text.splitlines()) if line.strip()), "")
+    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def chosen(places: Iterable[Place], every: int, once: bool) -> list[int]:
@@ -269,14 +274,18 @@ def main() -> int:
     tried, findings = 0, defaultdict(list)
     for number in numbers:
         place, wrong = faults.judge(number)
-        tried += place is not None
+        if place is None:
+            continue
+        tried += 1
         if wrong:
-            findings[str(place), re.sub(r"\d+", "N", wrong)].append((number, wrong))
+            findings[place.lines[:1], re.sub(r"\d+|tmp\w+", "N", wrong)].append((place, wrong))
             print(f"  {number}: {place}: {wrong}", flush=True)
-    seconds = time.perf_counter() - started
-    print(f"{options.kind}, {options.errno}: {tried} faults, {sum(map(len, findings.values()))} findings, {seconds:.0f} s")
-    for (place, _), cases in sorted(findings.items(), key=lambda entry: -len(entry[1])):
-        print(f"{len(cases):5}x {place}\n       {cases[0][1]}\n       operations {[number for number, _ in cases[:5]]}")
+    seconds, count = time.perf_counter() - started, sum(map(len, findings.values()))
+    print(f"{options.kind}, {options.errno}: {tried} faults, {count} findings, {seconds:.0f} s")
+    for cases in sorted(findings.values(), key=len, reverse=True):
+        place, wrong = cases[0]
+        operations = Counter(f"{place.function} {place_of(place.path)}" for place, _ in cases)
+        print(f"{len(cases):5}x {wrong}\n       at {' < '.join(place.lines[:3])}: {', '.join(operations)}")
     shutil.rmtree(folder)
     return int(bool(findings))
 
