@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -289,7 +289,7 @@ def main() -> int:
         print("\n  ".join([str(outcome), *outcome.differences]), flush=True)
         if options.results is not None:
             with options.results.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(outcome)) + "\n")
+                file.write(json.dumps(vars(outcome)) + "\n")
 
     outcomes = campaign(
         kinds,
