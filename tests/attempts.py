@@ -27,14 +27,13 @@ import torch.distributed  # noqa: F401
 
 import firedistill.cli.inspect  # noqa: F401
 import firedistill.cli.report  # noqa: F401
+import firedistill.cli.suite
 import firedistill.cli.train  # noqa: F401
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.objectives import registered_objectives
 from firedistill.recipes import build_config
 from firedistill.suites import run as suite_run
-from firedistill.suites.plan import make_plan
-from firedistill.suites.run import Runner, SuiteFolder, run_arguments
 from firedistill.terminal import quiet_libraries
 from killable import killable_config, same_runs
 from tiny import save_checkpoint
@@ -122,20 +121,9 @@ def overwritten(given: Path, run: Path, again: bool) -> int:
 
 def suite_of_runs(given: Path, run: Path, again: bool) -> int:
     """A warm start and two runs that need it, two at a time."""
-    suite = SuiteFolder(run)
-    plan = suite.widen(make_plan(str(given / "suite.yaml")))
     suite_run.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
-    states = Runner(
-        suite,
-        plan,
-        plan.runs,
-        slots=({}, {}),
-        retry_failed=True,
-        command=lambda suite, planned: ["firedistill", *run_arguments(suite, planned)],
-        on_event=partial(print, flush=True),
-        pause=0.1,
-    ).work()
-    return int(any(state.name != "done" for state in states.values()))
+    firedistill.cli.suite.Runner = partial(suite_run.Runner, pause=0.1)
+    return cli.main(["suite", str(given / "suite.yaml"), "-o", str(run), "--retry-failed", "--jobs", "2"])
 
 
 def two_ranks(given: Path, run: Path, again: bool) -> int:
@@ -198,7 +186,8 @@ class Forked:
                     signal.signal(number, signal.SIG_DFL)
                 os.environ.clear()
                 os.environ.update(env)
-                sys.exit(cli.main(command[1:]))
+                first = next(position for position, word in enumerate(command) if word in cli.COMMANDS)
+                sys.exit(cli.main(command[first:]))
 
     def poll(self) -> int | None:
         if self.returncode is None:

@@ -182,8 +182,8 @@ class Faults:
         return status
 
     def text(self) -> str:
-        """What the command has printed, and the processes of a suite."""
-        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in [self.log, *self.work.glob("run/logs/*")])
+        """What the processes of a suite have printed, and the command."""
+        return "".join(path.read_text(encoding="utf-8", errors="replace") for path in [*self.work.glob("run/logs/*"), self.log])
 
     def read_places(self) -> list[Place]:
         if not self.places_file.exists():
@@ -216,7 +216,7 @@ class Faults:
         if status == 0:
             found = self.found(said)
             return place, f"status 0, but differs: {found[0][:200]}" if found else ""
-        if "firedistill " not in last_line(said) and self.kind != "suite":
+        if "firedistill " not in last_line(said) and "failed: " not in said:
             return place, f"status {status} without a word: {last_line(said)}"
         if Path(place.path).name not in said and str(Path(place.path).parent) not in said:
             return place, f"status {status}, the file is not named: {last_line(said)}"
