@@ -1,18 +1,13 @@
-"""A run of a tiny model that can be killed anywhere, and the comparison of two run directories.
-
-    python tests/killable.py MODEL RUN METHOD [STEPS] [KILL_AT]
-
-trains METHOD in RUN, resuming an earlier attempt. With KILL_AT, the process kills itself at that file operation (open, rename,
-remove, make) inside the run directory; without it, the process prints the number of these operations.
-"""
+"""A run of a tiny model that can be killed anywhere, and the comparison of two run directories."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
-import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -24,6 +19,7 @@ from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.run.log import read_jsonl
 from tiny import ToyTask
 
+OF_THE_PROCESS = {"failed_checkpoints", "failed_writes", "failed_tracker_calls"}
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
@@ -73,22 +69,27 @@ def train(model: str, run: Path, method: str, steps: int = 6, **changes) -> Self
     return trainer
 
 
-def count_file_operations(run: Path, kill_at: int | None = None) -> list[int]:
-    """Count this process's file operations inside `run` from now on; SIGKILL at one of them."""
-    counted, inside = [0], str(run.resolve())
+def on_file_operations(folder: Path, act: Callable[[int, str], None]) -> memoryview:
+    """From now on, call `act` with number and path of each file operation (open, rename, remove, make) inside `folder`.
+
+    Returns:
+        The number of operations so far, as one element; those of processes that this one forks count as well.
+    """
+    counted, inside = memoryview(mmap.mmap(-1, 8)).cast("q"), str(folder.resolve())
 
     def hook(event: str, arguments: tuple) -> None:
-        if event in FILE_EVENTS and isinstance(arguments[0], str | os.PathLike) and str(arguments[0]).startswith(inside):
-            counted[0] += 1
-            if counted[0] == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event in FILE_EVENTS and isinstance(arguments[0], str | os.PathLike):
+            path = str(arguments[0])
+            if path == inside or path.startswith(inside + os.sep):
+                counted[0] += 1
+                act(counted[0], path)
 
     sys.addaudithook(hook)
     return counted
 
 
 def same_runs(first: Path, second: Path) -> list[str]:
-    """What differs between two finished run directories, except for times."""
+    """What differs between two finished run directories, except for times and counters of failures around the run."""
     found = []
     for name in ("metrics.jsonl", "evals.jsonl"):
         rows = [[without_times(row) for row in read_jsonl(run / name)] for run in (first, second)]
@@ -109,16 +110,4 @@ def same_runs(first: Path, second: Path) -> list[str]:
 
 
 def without_times(row: dict) -> dict:
-    return {name: value for name, value in row.items() if "seconds" not in name}
-
-
-def main(model: str, run: str, method: str, steps: str = "6", kill_at: str = "0") -> None:
-    torch.set_num_threads(1)
-    Path(run).mkdir(parents=True, exist_ok=True)
-    counted = count_file_operations(Path(run), int(kill_at) or None)
-    train(model, Path(run), method, int(steps))
-    print(counted[0])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return {name: value for name, value in row.items() if "seconds" not in name and name not in OF_THE_PROCESS}

@@ -1,4 +1,4 @@
-"""A few random kills of a run; `kill_test.py` does many."""
+"""A few random kills of every kind of run; `kill_test.py` does many."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import os
 
 import pytest
 
-from kill_test import kill_again_and_again
-from tiny import save_checkpoint
+from attempts import KINDS
+from kill_test import campaign
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="needs SIGKILL")
-@pytest.mark.slow
-def test_a_run_survives_kills_and_equals_the_untouched_one(tmp_path):
-    model = save_checkpoint(tmp_path / "base")
-    outcome = kill_again_and_again(tmp_path, model, "fire", steps=3, kills=4, seed=1)
-    assert outcome.differences == () and outcome.kills >= 4 and outcome.runs >= 1
+@pytest.mark.parametrize("kinds", [["fire", "command", "warmstart", "overwrite"], ["suite"], ["ranks"]], ids=" ".join)
+def test_runs_survive_kills_and_equal_the_untouched_ones(kinds):
+    outcomes = campaign(kinds, kills=3, steps=3, seed=1)
+    assert [outcome.differences for outcome in outcomes] == [[] for _ in kinds]
+    assert all(outcome.kills >= 3 and outcome.runs >= 1 for outcome in outcomes)
+
+
+def test_a_campaign_has_every_method_and_every_kind_of_run():
+    assert len(KINDS) == 12 + 5 and {"fire", "srpo", "warmstart", "command", "overwrite", "suite", "ranks"} <= KINDS.keys()
