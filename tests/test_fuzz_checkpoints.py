@@ -1,6 +1,6 @@
 """Whatever happens to the files of a checkpoint or an adapter: they are refused in words, or what was loaded is what they hold.
 
-    FIREDISTILL_FUZZ=100000 python -m pytest tests/test_fuzz_files.py         # longer, outside of continuous integration
+    FIREDISTILL_FUZZ=100000 python -m pytest tests/test_fuzz_checkpoints.py   # longer, outside of continuous integration
 
 Case `n` is drawn from the seed `n`. A failure lists the seeds by what was raised and where.
 """

@@ -347,7 +347,7 @@ FIELDS = (FeedbackField("a", "b"), FeedbackField("c", "d"))
 
 
 @pytest.mark.parametrize(
-    "value", [list(FIELDS), FIELDS, iter(FIELDS), (f for f in FIELDS), dict.fromkeys(FIELDS).keys()], ids=str
+    "value", [list(FIELDS), FIELDS, iter(FIELDS), (f for f in FIELDS), dict.fromkeys(FIELDS).keys()], ids=kind
 )
 def test_feedback_may_be_any_iterable(value):
     assert GuardedTask(Returning(feedback=value)).feedback(EXAMPLE, "", Verdict(False, None, "even")) == FIELDS
@@ -555,7 +555,7 @@ def test_a_run_with_values_of_other_types_equals_one_with_the_declared_ones(chec
     assert runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("task", [Faulty("sandbox"), Returning(verify=Verdict({}, None, "even")), Careless()], ids=repr)
+@pytest.mark.parametrize("task", [Faulty("sandbox"), Returning(verify=Verdict({}, None, "even")), Careless()], ids=kind)
 def test_a_run_with_a_hostile_verifier_comes_to_its_end(task, checkpoint, tmp_path):
     before = state_of_the_process()
     rows = rows_of(checkpoint, tmp_path / "run", task, eval_size=2)
