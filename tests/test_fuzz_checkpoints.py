@@ -37,7 +37,7 @@ from firedistill.teacher.ema import EMAWeights
 from killable import train
 from tiny import save_checkpoint
 
-TRIES = int(os.environ.get("FIREDISTILL_FUZZ", 60))
+TRIES = int(os.environ.get("FIREDISTILL_FUZZ", 300))
 PATIENCE = 20
 """Seconds after which reading a few kilobytes counts as a hang."""
 
@@ -342,7 +342,7 @@ def test_a_checkpoint_to_resume_is_refused_in_words(trainer, files):
 
     def case(draw):
         with files.damaged(draw, lambda path: path.parent == newest(files)):
-            with suppress(OSError, ValueError, AttributeError):
+            with suppress(OSError, ValueError, AttributeError, RecursionError):
                 if draw.random() < 0.3:
                     manifest = json.loads((newest(files) / MANIFEST).read_text())
                     seal(newest(files), {key: value for key, value in manifest.items() if key != "files"})
