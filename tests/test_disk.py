@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillTrainer
+from firedistill.files import written_at_once, written_whole
 from firedistill.run import resume
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.directory import finished_step
@@ -162,12 +163,19 @@ def test_a_signal_or_another_error_ends_the_waiting(number, checkpoint, tmp_path
     assert finished_step(tmp_path / "run") == 4, "the same command completes the run"
 
 
-def test_an_error_of_safetensors_tells_a_full_disk():
-    """It has the system's error in its text only."""
-    for number in (errno.ENOSPC, errno.EDQUOT):
-        assert resume.is_disk_full(SafetensorError(f"Error while serializing: I/O error: no room (os error {number})"))
-        assert resume.is_disk_full(OSError(number, os.strerror(number)))
-    assert not resume.is_disk_full(OSError(errno.EACCES, "no")) and not resume.is_disk_full(SafetensorError("header"))
+@pytest.mark.parametrize("error", [SafetensorError, Exception])
+def test_errors_of_writing_name_the_file(error, tmp_path):
+    """Libraries in Rust have the system's error in their text only, and a write that fails names no file."""
+    target = tmp_path / "adapter"
+    for raised in (error("I/O error: no room (os error 28)"), OSError(errno.ENOSPC, "No space left on device")):
+        for writing in (written_whole, written_at_once):
+            with pytest.raises(OSError, match=r"No space left on device: '.*adapter'") as caught, writing(target):
+                raise raised
+            assert caught.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
+    with pytest.raises(error, match="a bug"), written_whole(target):
+        raise error("a bug")
+    with pytest.raises(OSError, match="'other'"), written_whole(target):
+        raise OSError(errno.EACCES, "Permission denied", "other")
 
 
 def test_an_attribution_that_cannot_be_written_is_lost_and_logged(checkpoint, tmp_path, caplog):

@@ -157,4 +157,5 @@ def read_yaml(path: Path | Traversable) -> Any:
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
-        return parse_yaml(file.read(MOST_BYTES + 1).decode("utf-8"))
+        content = file.read(MOST_BYTES + 1)
+    return parse_yaml(content.decode("utf-8"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,12 +23,13 @@ def written_whole(target: Path) -> Iterator[Path]:
     discard(unfinished)
     unfinished.mkdir(parents=True)
     try:
-        yield unfinished
-        sync(unfinished)
-        discard(replaced)
-        if target.exists():
-            os.rename(target, replaced)
-        os.rename(unfinished, target)
+        with naming(target):
+            yield unfinished
+            sync(unfinished)
+            discard(replaced)
+            if target.exists():
+                os.rename(target, replaced)
+            os.rename(unfinished, target)
     except BaseException:
         discard(unfinished)
         raise
@@ -40,11 +42,29 @@ def written_at_once(path: Path) -> Iterator[Path]:
     """Yield a file to write to; rename it to `path` when the block ends, remove it if the block raises."""
     unfinished = path.with_name(UNFINISHED + path.name)
     try:
-        yield unfinished
-        unfinished.replace(path)
+        with naming(path):
+            yield unfinished
+            unfinished.replace(path)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Raise the system's errors of the block as OSErrors with a file name: `path` where they have none.
+
+    Errors of writing, syncing and closing name no file. Those of safetensors and tokenizers have the system's error in their text only.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        if not isinstance(error, OSError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
+            number = int(found[1])
+        if number is None or getattr(error, "filename", None) is not None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def discard(folder: Path) -> None:

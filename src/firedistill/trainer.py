@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
-from firedistill.files import written_whole
+from firedistill.files import written_at_once, written_whole
 from firedistill.memory import (
     LOADING,
     SHORTER_CONTEXTS,
@@ -495,7 +495,8 @@ class SelfDistillTrainer(ResumableTrainer):
         """Write the model card and the rows that wait for room on the disk."""
         assert self.run_log is not None
         self.run_log.sync()
-        target.write_text(model_card(self.args, Path(self.args.run_dir)), encoding="utf-8")
+        with written_at_once(target) as unfinished:
+            unfinished.write_text(model_card(self.args, Path(self.args.run_dir)), encoding="utf-8")
 
     def log_rollouts(
         self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
@@ -547,7 +548,7 @@ class SelfDistillTrainer(ResumableTrainer):
     def load_extra(self, folder: Path) -> None:
         self.teacher.weights.load(folder)
         stored = read_json(folder / COUNTERS)
-        self.counters |= {name: stored[name] for name in self.counters if isinstance(stored.get(name), int | float)}
+        self.counters |= {name: stored[name] for name in self.counters if type(stored.get(name)) in (int, float)}
         self.objective.load_state(load_state(folder, "method"))
 
     # ---- What transformers.Trainer would do to tensors -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from firedistill.models.states import last_hidden_states, unwrap
+from firedistill.models.states import inference_mode, last_hidden_states, unwrap
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,8 +104,9 @@ def check_head(model: nn.Module, head: Head) -> None:
         ValueError: the model transforms its logits in a way that `Head` does not know.
     """
     ids = torch.tensor([[1, 2, 3]], device=next(model.parameters()).device)
-    expected = unwrap(model)(input_ids=ids, use_cache=False).logits.float() / head.temperature
-    found = head(last_hidden_states(model, ids)).float()
+    with inference_mode(model):
+        expected = unwrap(model)(input_ids=ids, use_cache=False).logits.float() / head.temperature
+        found = head(last_hidden_states(model, ids)).float()
     if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
         raise ValueError(
             f"{type(unwrap(model)).__name__} transforms its logits in a way that firedistill does not reproduce "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from firedistill.files import written_at_once
 from firedistill.report.figures import write_figures
 from firedistill.report.groups import Study, read_study
 from firedistill.report.page import write_page
@@ -37,5 +38,6 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
     notes = "".join(f"- {markdown_text(note)}\n" for note in study.notes)
     texts["overview.md"] = overview_markdown(overview(study)) + (f"\n{notes}" if notes else "")
     for name, text in texts.items():
-        (folder / "tables" / name).write_text(text, encoding="utf-8", errors="backslashreplace")
+        with written_at_once(folder / "tables" / name) as unfinished:
+            unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
     return study, [*(folder / "tables" / name for name in texts), *figures, page]

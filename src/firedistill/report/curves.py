@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from firedistill.files import written_at_once
 from firedistill.report.charts import THINNED, drawn
 from firedistill.report.log import EVALUATIONS, METRICS, read_log
 from firedistill.report.read import UNREADABLE, left_out, running_mean, shown
@@ -85,5 +86,6 @@ def plot_runs(
     axes[0].legend(fontsize=8)
     path = Path(path) if Path(path).suffix else Path(path).with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=140)
+    with written_at_once(path) as unfinished:
+        figure.savefig(unfinished, dpi=140)
     return path

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from firedistill.files import written_at_once
 from firedistill.report.charts import CHARTS, Chart, Curve, rate_curve
 from firedistill.report.groups import Group, Study
 from firedistill.terminal import shortened
@@ -36,8 +37,9 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
         for name, figure in figures.items():
             if figure is not None:
                 try:
-                    figure.savefig(folder / f"{name}.svg", dpi=160, metadata={"Date": None})
-                    figure.savefig(folder / f"{name}.png", dpi=160)
+                    for ending, metadata in (("svg", {"Date": None}), ("png", None)):
+                        with written_at_once(folder / f"{name}.{ending}") as unfinished:
+                            figure.savefig(unfinished, dpi=160, metadata=metadata)
                 except (ValueError, ArithmeticError, MemoryError) as error:
                     study.notes.append(f"The figure {name} is left out because it cannot be drawn: {error}.")
                 else:

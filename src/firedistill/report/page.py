@@ -20,6 +20,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
 from firedistill import __version__
+from firedistill.files import written_at_once
 from firedistill.report import collapse
 from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, rate_curve
 from firedistill.report.groups import Group, Setting, Study
@@ -65,7 +66,8 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Pat
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         data=safe_json(data),
     )
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    with written_at_once(path) as unfinished:
+        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from firedistill.files import REPLACED, UNFINISHED, discard
+from firedistill.files import REPLACED, UNFINISHED, discard, naming
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def check(folder: Path, contents: bool = True) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -216,5 +216,5 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except Exception as error:  # what NumPy and PyTorch raise for values that are no states
         raise CheckpointError(f"the checkpoint's random state is malformed ({error}); use an earlier checkpoint") from error

@@ -98,7 +98,7 @@ def finished_step(folder: Path) -> int | None:
     """The step at which the run ended, or None if it has not ended."""
     try:
         step = json.loads((folder / FINISHED).read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 

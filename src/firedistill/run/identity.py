@@ -23,6 +23,7 @@ from torch import nn
 from firedistill.coerce import read_yaml
 from firedistill.config import SelfDistillConfig, effect
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
+from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
 
 logger = logging.getLogger(__name__)
@@ -138,19 +139,19 @@ def refuse_differences(
 
 def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
     """Raise ValueError if the folder holds a run without a checkpoint, which would be replaced, and with other settings."""
-    if all_checkpoints(run) or not (run / "metrics.jsonl").exists():
+    if all_checkpoints(run) or last_row(run / "metrics.jsonl") is None:
         return
     try:
         earlier = read_yaml(run / "config.yaml")
     except (OSError, ValueError):
         earlier = None
-    settings = to_plain(earlier) if isinstance(earlier, dict) else {}
-    changed = differences({"settings": settings}, {"settings": to_plain(config.resolved())}, config)
-    if not isinstance(earlier, dict) or changed:
-        raise ValueError(
-            f"{run} already holds a run with other settings and no checkpoint ({'; '.join(changed.values())}): replace it with "
-            "--overwrite, or choose another --output_dir"
-        )
+    if isinstance(earlier, dict):
+        changed = differences({"settings": to_plain(earlier)}, {"settings": to_plain(config.resolved())}, config)
+        what = f"with other settings and no checkpoint ({'; '.join(changed.values())})" if changed else ""
+    else:
+        what = "without a readable config.yaml and without a checkpoint"
+    if what:
+        raise ValueError(f"{run} already holds a run {what}: replace it with --overwrite, or choose another --output_dir")
 
 
 def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from firedistill.files import UNFINISHED, written_at_once
+from firedistill.files import UNFINISHED, naming, written_at_once
 from firedistill.rollout import Rollout
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class RunLog:
             if lines:
                 self._write(name)
             if (self.folder / name).exists():
-                with (self.folder / name).open("rb") as file:
+                with naming(self.folder / name), (self.folder / name).open("rb") as file:
                     os.fsync(file.fileno())
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ class RunLog:
         path = self.folder / name
         size = path.stat().st_size if path.is_file() else 0
         try:
-            with path.open("a", encoding="utf-8") as file:
+            with naming(path), path.open("a", encoding="utf-8") as file:
                 file.write("".join(self.waiting[name]))
         except OSError:
             if path.is_file():

@@ -13,7 +13,6 @@ from typing import Any, cast
 from accelerate.utils import gather_object
 from huggingface_hub import HfApi
 from peft import PeftModel, set_peft_model_state_dict
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -125,6 +124,7 @@ class ResumableTrainer(Trainer):
         with self.stop:
             result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
             if self.stop.signal is None or self.state.global_step >= self.state.max_steps:
+                self.take_random_state()  # of a run that was stopped after its last step
                 self.end_run()
                 if self.is_world_process_zero():
                     mark_finished(run, self.state.global_step)
@@ -155,6 +155,8 @@ class ResumableTrainer(Trainer):
     def _load_rest(self, folder: Path) -> None:
         """Load everything but weights, optimizer and schedule."""
         states = checkpoints.load_state(folder, "random_state")
+        if not isinstance(states, list):
+            raise CheckpointError(f"{folder / 'random_state.json'} holds no list of states; use an earlier checkpoint")
         if self.args.process_index < len(states):
             self._random_state = states[self.args.process_index]
         self.load_extra(folder)
@@ -169,10 +171,14 @@ class ResumableTrainer(Trainer):
         scheduler = self.lr_scheduler
         assert scheduler is not None  # Trainer creates it first
         groups, rates = self.optimizer.state_dict()["param_groups"], list(scheduler.base_lrs)
+        optimizer_state, schedule_state = (checkpoints.load_state(checkpoint, name) for name in ("optimizer", "scheduler"))
         try:
-            self.optimizer.load_state_dict(checkpoints.load_state(checkpoint, "optimizer"))
-            scheduler.load_state_dict(checkpoints.load_state(checkpoint, "scheduler"))
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            check_optimizer_state(optimizer_state, self.optimizer)
+            if {k: type(v) for k, v in schedule_state.items()} != {k: type(v) for k, v in scheduler.state_dict().items()}:
+                raise ValueError("the state of the schedule has other entries")
+            self.optimizer.load_state_dict(optimizer_state)
+            scheduler.load_state_dict(schedule_state)
+        except Exception as error:  # what PyTorch raises for values that are no states
             raise CheckpointError(f"the optimizer state in {checkpoint} does not fit this run ({error})") from error
         if self._allowed_changes:  # the stored states hold the old learning rate, weight decay, ...
             for group, present, rate, schedule in zip(
@@ -213,7 +219,7 @@ class ResumableTrainer(Trainer):
         try:
             if self.args.should_save or self.sharded:
                 self.write_checkpoint(folder, states)
-        except (OSError, SafetensorError) as problem:
+        except OSError as problem:
             if self.sharded:
                 raise  # the other processes wait for this one's part
             error = problem
@@ -321,12 +327,12 @@ class ResumableTrainer(Trainer):
         while True:
             try:
                 return write(target)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 step, reason = self.state.global_step, " ".join(str(error).split())
                 if not copy:
                     copy = copy_of(write, target.name)
                     logger.error("%s of step %d cannot be written (%s). %s", target, step, reason, copy)
-                if not is_disk_full(error) or self.stop.signal is not None:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.stop.signal is not None:
                     raise OSError(
                         f"{target} of step {step} could not be written ({reason}). {copy}. Make room; the same command then resumes "
                         "from the last checkpoint"
@@ -354,10 +360,18 @@ class ResumableTrainer(Trainer):
         checkpoints.save_state(self.lr_scheduler.state_dict(), output_dir, "scheduler")
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Whether an error of writing is about room on the disk; safetensors has the system's error in its message only."""
-    numbers = (errno.ENOSPC, errno.EDQUOT)
-    return getattr(error, "errno", None) in numbers or any(f"(os error {number})" in str(error) for number in numbers)
+def check_optimizer_state(stored: Any, optimizer: Optimizer) -> None:
+    """Raise ValueError if a stored state is not one of this optimizer: the same parameters, and moments of their shapes."""
+    present = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in stored["param_groups"]] != [group["params"] for group in present]:
+        raise ValueError("it has other groups of parameters")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if stored["state"].keys() not in (set(), set(range(len(parameters)))):
+        raise ValueError("it lacks the state of some parameters")
+    for index, state in stored["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state and (state[name].shape != parameters[index].shape or not state[name].is_floating_point()):
+                raise ValueError(f"{name} of parameter {index} has another shape or type")
 
 
 def copy_of(write: Callable[[Path], None], name: str) -> str:
@@ -365,7 +379,7 @@ def copy_of(write: Callable[[Path], None], name: str) -> str:
     try:
         place = Path(tempfile.mkdtemp(prefix="firedistill-"))
         write(place / name)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         return f"A copy in {tempfile.gettempdir()} failed as well ({' '.join(str(error).split())})"
     return f"A copy is in {place / name}"
 

@@ -99,7 +99,9 @@ class EMAWeights:
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
         mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
-        mismatch |= {n for n in stored.keys() & self.shadow.keys() if stored[n].shape != self.shadow[n].shape}
+        for name in stored.keys() & self.shadow.keys():
+            if (stored[name].shape, stored[name].dtype) != (self.shadow[name].shape, self.shadow[name].dtype):
+                mismatch.add(name)
         if mismatch:
             raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}")
         if spoiled := sorted(name for name, tensor in stored.items() if not tensor.isfinite().all()):
