@@ -163,7 +163,7 @@ class Killer:
             if status == 0:
                 end(members(groups))
                 return []
-            if not hit and not orphans:
+            if not hit and not orphans and "is training in" not in end_of_log(run):  # an orphan may have ended since
                 return [f"exit status {status}: {end_of_log(run)}"]
             # A suite waits for the runs that another one has left; ranks that have lost their launcher end by themselves.
             orphans = members(groups)

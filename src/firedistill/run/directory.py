@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from firedistill.files import REPLACED, UNFINISHED, discard, written_at_once
+from firedistill.files import REPLACED, UNFINISHED, discard, naming, written_at_once
 
 try:
     import fcntl
@@ -134,7 +134,8 @@ class RunLock:
         outer = self.held.setdefault(self.path, self)
         if outer.depth == 0:
             try:
-                outer._take()
+                with naming(self.path):
+                    outer._take()
             except BaseException:
                 del self.held[self.path]
                 raise
