@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-versions lint clean
+.PHONY: demo test test-slow test-versions test-vllm lint clean
 
 demo: $(STAMP)
 	@echo "== 1 of 2: a short warm start on gold solutions, so that there is something to distil"
@@ -35,6 +35,10 @@ test-slow: $(STAMP)
 test-versions:
 	PYTHON=$(PYTHON) tests/versions.sh lowest
 
+# Rollouts by vLLM: its CPU build in an environment of its own (about 4 GB), the real engine and the real server
+test-vllm:
+	PYTHON=$(PYTHON) tests/vllm.sh
+
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -50,4 +54,4 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-highest
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-highest $(VENV)-vllm

@@ -125,6 +125,18 @@ class SelfDistillConfig(TrainingArguments):
     max_context_tokens: int = rollout_setting(
         2560, "Maximum length of prompt and response together. Examples with longer prompts are left out.", above=0
     )
+    rollouts: str = rollout_setting(
+        "hf",
+        "Engine that samples: 'hf' (the student itself), 'vllm' (a process of its own), 'auto' (vllm where it is installed and fits), "
+        "or addresses of vLLM servers, http://host:port, separated by commas.",
+    )
+    rollout_servers: list[str] = rollout_setting([], "Addresses of vLLM servers, for rollouts 'server'.", effect="none")
+    vllm_weights: str | None = rollout_setting(
+        None,
+        "How vLLM gets the student's weights: as an adapter (lora) or merged; by default merged on CPUs, lora elsewhere.",
+        effect="rounding",
+        choices=("lora", "merged"),
+    )
     rollout_batch_size: int = rollout_setting(32, "Prompts per generate call.", effect="rounding", above=0)
 
     # --- Model and adapter
@@ -220,6 +232,8 @@ class SelfDistillConfig(TrainingArguments):
         if self.output_dir is None:
             self.output_dir = run_folder(self.task, self.method, self.seed)
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
+        if self.rollouts.startswith(("http://", "https://")):
+            self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
         self._check()
         if self.save_total_limit is not None and self.save_total_limit <= 0:
             self.save_total_limit = None
@@ -265,6 +279,16 @@ class SelfDistillConfig(TrainingArguments):
             raise ValueError(
                 f"max_steps ({self.max_steps}), per_device_train_batch_size ({self.per_device_train_batch_size}) and "
                 f"gradient_accumulation_steps ({self.gradient_accumulation_steps}): expected a product below 2^53"
+            )
+        if self.rollouts not in ("hf", "vllm", "auto", "server") or (self.rollouts == "server") != bool(self.rollout_servers):
+            raise ValueError(
+                f"rollouts is {self.rollouts!r}, with {len(self.rollout_servers)} rollout_servers: expected hf, vllm, auto, or the "
+                "addresses of servers, http://host:port"
+            )
+        if self.rollouts in ("vllm", "server") and self.quantization is not None:
+            raise ValueError(
+                f"rollouts {self.rollouts} and quantization {self.quantization} exclude each other, because vLLM samples from other "
+                "weights than those that are trained: use rollouts hf, or no quantization"
             )
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -120,3 +123,15 @@ def explained_memory(advice: str) -> Iterator[None]:
         yield
     if attempt.failure is not None:
         raise OutOfMemory(f"out of memory ({attempt.failure}): {advice}")
+
+
+def free_memory(device: torch.device) -> float | None:
+    """Bytes that this process may use in total: what is free, and what it already has. None if that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    try:
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        own_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return int(available[1]) * 1024 + own_pages * mmap.PAGESIZE if available else None

@@ -34,11 +34,14 @@ class Response:
         token_ids: verbatim as sampled, end-of-sequence token included when it was sampled.
         text: decoded without special tokens.
         finished: an end-of-sequence token was sampled.
+        log_probs: log-probabilities of the last `len(log_probs)` tokens under the engine's model, at temperature 1 and without
+            truncation; None from an engine that runs the student itself.
     """
 
     token_ids: list[int]
     text: str
     finished: bool
+    log_probs: list[float] | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
+from firedistill.rollouts.load import choose_engine
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
 
@@ -93,6 +94,8 @@ def load_setup(
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
+    if args.rollouts == "auto":
+        args.rollouts = choose_engine(cast(PeftModel, model), args)
 
     if train_examples is not None:
         train_examples = read_examples(train_examples, "train_examples")

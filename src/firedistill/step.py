@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from firedistill.metrics import Metrics
+from firedistill.models.states import ResponseStates
 from firedistill.objectives import Objective
+from firedistill.ops import Head
+from firedistill.ops.head import chunks
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback
 from firedistill.rollout import Rollout
 from firedistill.tasks import Example, Task
@@ -62,6 +66,27 @@ def learning_rate_factor(step: int, warmup: int, total: int, kind: str = "cosine
 def step_seed(seed: int, step: int, process: int = 0) -> int:
     """The sampling seed of step 0, 1, ... on a process: a resumed run samples what the uninterrupted one would have sampled."""
     return ((seed * 1_000_003 + step) * 1_009 + process) % 2**63
+
+
+@torch.no_grad()
+def engine_gap(student: ResponseStates, rollouts: Sequence[Rollout], head: Head) -> Tensor:
+    """Log-probability of each sampled token under the engine's model minus that under the student; `[N]` float32.
+
+    Its mean estimates KL(engine || student) where sampling is neither tempered nor truncated. Empty for an engine that runs the
+    student itself.
+
+    Args:
+        student: states of the responses.
+        head: the student's, at temperature 1.
+    """
+    gaps = [torch.empty(0)]
+    for hidden, rollout in zip(student.hidden.split(student.lengths), rollouts, strict=True):
+        if engine := rollout.response.log_probs:
+            sampled, ids = hidden[-len(engine) :], torch.tensor(rollout.response_ids[-len(engine) :], device=hidden.device)
+            for rows in chunks(sampled, head):
+                ours = head(sampled[rows]).log_softmax(-1).gather(-1, ids[rows, None])[:, 0]
+                gaps.append(torch.tensor(engine[rows]) - ours.float().cpu())
+    return torch.cat(gaps)
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:

@@ -50,8 +50,7 @@ from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
 from firedistill.prompts import shown_prompt
 from firedistill.rollout import Rollout
-from firedistill.rollouts.engine import RolloutEngine
-from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
 from firedistill.run.identity import identity, model_fingerprint
@@ -62,6 +61,7 @@ from firedistill.setup import load_setup
 from firedistill.step import (
     TrainingOrder,
     Update,
+    engine_gap,
     learning_rate_factor,
     plan_updates,
     rollout_metrics,
@@ -182,8 +182,7 @@ class SelfDistillTrainer(ResumableTrainer):
                 adjustable=adjustable,
             ),
         }
-        self.rollout_engine: RolloutEngine = HFRolloutEngine(self.model, self.setup.tokenizer, self.limits["rollouts"])
-        self.eval_engine: RolloutEngine = HFRolloutEngine(self.model, self.setup.tokenizer, self.limits["evaluation"])
+        self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
         self.teacher = Teacher(
             self.model,
             self.task,
@@ -264,7 +263,7 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         with explained_memory(SMALLER_ROLLOUTS):  # an engine may halve its batches by itself first
             rollouts = self.objective.sample(sampler, prompts, self.progress)
-        metrics = rollout_metrics(rollouts)
+        metrics = rollout_metrics(rollouts).merge([metrics_of(self.rollout_engine)])
         if skipped:
             metrics.total(skipped_over_budget=len(skipped))
         return rollouts, metrics
@@ -300,6 +299,8 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         loss, metrics = self.objective.loss(batch)
         self.teacher.forget()
+        if not record.grad_norms:  # the student is still the one that was handed over
+            metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
         loss = loss * self.args.world_size  # distributed wrappers average over processes, but the shares add up
         record.loss += loss.detach()
         record.metrics.merge([metrics])
@@ -436,6 +437,7 @@ class SelfDistillTrainer(ResumableTrainer):
         rollouts, summary = evaluate(
             self.eval_engine, self.task, self.encoder, examples, self.args, progress=partial(self.on_progress, "evaluation")
         )
+        metrics_of(self.eval_engine)  # not of a training step
         step = self.state.global_step
         if self.run_log is not None:
             counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
@@ -471,6 +473,13 @@ class SelfDistillTrainer(ResumableTrainer):
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
             if step == 0:
                 self.save_attributions(step)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            for engine in (self.rollout_engine, self.eval_engine):
+                close(engine)
 
     def end_run(self) -> None:
         """Write `adapter/`, which plain PEFT loads, the model card, and the last attribution."""

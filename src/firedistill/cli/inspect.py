@@ -15,12 +15,13 @@ from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
 from firedistill.cli.console import accuracy_line
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
-from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, BatchLimit
+from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import shown_prompt, teacher_messages
 from firedistill.recipes import read_recipe
-from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.engine import RolloutEngine
+from firedistill.rollouts.load import load_engines
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.log import read_jsonl
 from firedistill.setup import Setup, load_setup
@@ -54,7 +55,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         return 0
     setup = setup_for(arguments)
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS)
-    engine = HFRolloutEngine(setup.model, setup.tokenizer, limit)
+    _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
     with console.status("evaluating") as status:
 
         def show(done: int, total: int) -> None:
@@ -116,7 +117,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
-    engine = HFRolloutEngine(setup.model, setup.tokenizer, args.rollout_batch_size)
+    limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
+    engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
     if not options.save:
         with console.status("sampling a response and scoring it under every teacher view"):
             inspection = inspect_example(setup, engine, inspector, examples[first])
@@ -137,7 +139,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     return 0
 
 
-def inspect_example(setup: Setup, engine: HFRolloutEngine, inspector: Inspector, example: Example) -> Inspection:
+def inspect_example(setup: Setup, engine: RolloutEngine, inspector: Inspector, example: Example) -> Inspection:
     """Sample one response, as in training, and inspect it.
 
     Raises:

@@ -9,8 +9,6 @@ whose methods are slow or hang, as many as `CHECK_SECONDS` allow; the finding sa
 from __future__ import annotations
 
 import math
-import mmap
-import re
 import shutil
 import statistics
 import time
@@ -22,7 +20,7 @@ from typing import Literal, TypeVar, cast
 
 import torch
 
-from firedistill.memory import LOADING, explained_memory
+from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -468,15 +466,3 @@ def check_memory(setup: Setup) -> Iterator[Finding]:
         yield Finding("warning", "memory", text, fix)
     else:
         yield Finding("note", "memory", text)
-
-
-def free_memory(device: torch.device) -> float | None:
-    """Bytes that this process may use in total: what is free, and what it already has. None if that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    try:
-        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        own_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return int(available[1]) * 1024 + own_pages * mmap.PAGESIZE if available else None

@@ -72,7 +72,7 @@ def merged_adapter(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     try:
         for _, _, adapter in adapted:
             if adapter not in copies:  # a layer may have several parents
-                copies[adapter] = _linear(_merged_weight(adapter), _base(adapter).bias)
+                copies[adapter] = _linear(merged_weight(adapter), _base(adapter).bias)
         head = model.get_output_embeddings() if layers else None
         if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
             copies[head] = PackedLinear(head.weight, head.bias)
@@ -85,7 +85,7 @@ def merged_adapter(model: PreTrainedModel | PeftModel) -> Iterator[None]:
             setattr(parent, name, layer)
 
 
-def _merged_weight(layer: lora.Linear) -> Tensor:
+def merged_weight(layer: lora.Linear) -> Tensor:
     base = _base(layer).weight
     weight = base.float()
     for name in _active(layer):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages, teacher_messages
-from firedistill.rollout import Prompt, Response, Rollout, Sampling
+from firedistill.rollout import Prompt, Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.tasks import Example, Task
 from firedistill.tasks.guard import TaskFault, explained
@@ -82,7 +82,7 @@ class Sampler:
         for prompt, prefix, response in zip(prompts, prefixes, sampled, strict=True):
             if prefix:
                 ids = prefix + response.token_ids
-                response = Response(ids, self.encoder.decode(ids), response.finished)
+                response = replace(response, token_ids=ids, text=self.encoder.decode(ids))
             verdict = self.task.verify(prompt.example, response.text)
             rollouts.append(
                 Rollout(

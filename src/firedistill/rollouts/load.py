@@ -1,0 +1,85 @@
+"""The rollout engines that the settings name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from firedistill.config import SelfDistillConfig
+from firedistill.memory import BatchLimit, free_memory
+from firedistill.metrics import Metrics
+from firedistill.models.states import unwrap
+from firedistill.rollouts.engine import RolloutEngine
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.server import VLLMServerEngine
+from firedistill.rollouts.vllm import VLLMEngine, cache_bytes
+from firedistill.rollouts.weights import AdapterError, check_adapter
+from firedistill.run.directory import ROLLOUT_ADAPTERS
+
+logger = logging.getLogger(__name__)
+
+
+def load_engines(
+    model: PeftModel, tokenizer: PreTrainedTokenizerBase, args: SelfDistillConfig, limits: Mapping[str, BatchLimit]
+) -> tuple[RolloutEngine, RolloutEngine]:
+    """The engine of the training rollouts, and the one of evaluations; with vLLM they are one.
+
+    Args:
+        limits: how many prompts the student itself samples at once: "rollouts" and "evaluation".
+
+    Raises:
+        ValueError: the adapter is of a kind that the engine cannot run.
+        ImportError: vLLM is not installed.
+    """
+    if args.rollouts == "hf":
+        return HFRolloutEngine(model, tokenizer, limits["rollouts"]), HFRolloutEngine(model, tokenizer, limits["evaluation"])
+    context, sequences = engine_context(model, args), max(args.rollout_batch_size, args.eval_batch_size)
+    engine: RolloutEngine
+    if args.rollouts == "vllm":
+        engine = VLLMEngine(model, tokenizer, context=context, sequences=sequences, weights=args.vllm_weights)
+    else:
+        folder = Path(args.run_dir) / ROLLOUT_ADAPTERS
+        engine = VLLMServerEngine(model, tokenizer, args.rollout_servers, folder, context=context, sequences=sequences)
+    return engine, engine
+
+
+def engine_context(model: PeftModel, args: SelfDistillConfig) -> int:
+    """The largest number of tokens of prompt and response, which vLLM limits to the model's positions."""
+    positions = getattr(unwrap(model).config.get_text_config(), "max_position_embeddings", None)
+    return min(args.max_context_tokens, positions or args.max_context_tokens)
+
+
+def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
+    """`vllm` where it is installed, can run the adapter, and has room for a second copy of the base model; else `hf`."""
+    base = unwrap(model)
+    try:
+        check_adapter(model)
+        reason = None if importlib.util.find_spec("vllm") else "vLLM is not installed"
+    except AdapterError as error:
+        reason = str(error)
+    if reason is None:
+        sequences = max(args.rollout_batch_size, args.eval_batch_size)
+        copy = sum(p.nbytes for p in base.parameters() if not p.requires_grad)
+        need = 2.2 * copy + cache_bytes(base.config.get_text_config(), base.dtype, engine_context(model, args), sequences)
+        free = free_memory(args.device)
+        if free is not None and need > free:
+            reason = (
+                f"two copies of the model and vLLM's cache take about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            )
+    logger.info("rollouts by %s", "vLLM" if reason is None else f"the student itself: {reason}")
+    return "vllm" if reason is None else "hf"
+
+
+def metrics_of(engine: RolloutEngine) -> Metrics:
+    """What an engine has measured since the last call; nothing for engines that measure nothing."""
+    return getattr(engine, "take_metrics", Metrics)()
+
+
+def close(engine: RolloutEngine) -> None:
+    """End the processes of an engine that has any."""
+    getattr(engine, "close", lambda: None)()

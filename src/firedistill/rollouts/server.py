@@ -1,0 +1,237 @@
+"""Rollouts by vLLM servers, in an environment of their own or on other machines.
+
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 16 --max-cpu-loras 4 --generation-config vllm
+    firedistill train gsm8k --rollouts http://host:8000
+
+Each version of the student's weights is registered with every server under a name of its own, from a folder that the servers can read.
+The prompts are divided among the servers. A server that does not answer or has restarted is retried for `patience` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from firedistill.metrics import Metrics
+from firedistill.models.states import unwrap
+from firedistill.rollout import Response, Sampling
+from firedistill.rollouts.hf import stop_token_ids
+from firedistill.rollouts.vllm import VERSIONS, RolloutError, check_requests, prompt_seed, request_parameters, response_of
+from firedistill.rollouts.weights import check_adapter, version_of, write_adapter
+
+RETRY_AFTER = 1.0
+
+
+class Refusal(ValueError):
+    """A server's answer that a request is wrong; `status` is its HTTP status."""
+
+    def __init__(self, status: int, text: str):
+        super().__init__(text)
+        self.status = status
+
+
+class VLLMServerEngine:
+    """A `RolloutEngine` on one or more vLLM servers.
+
+    Args:
+        model: the student, with one plain LoRA adapter.
+        tokenizer: decodes the responses.
+        servers: their addresses, `http://host:port`.
+        folder: where adapters are written; every server reads the same path.
+        context: the largest number of tokens of prompt and response.
+        sequences: requests at the same time per server.
+        patience: seconds for which a server that fails is retried.
+
+    Attributes:
+        metrics: seconds of exporting weights, loading them and sampling, since `take_metrics`.
+    """
+
+    def __init__(
+        self,
+        model: PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        servers: Sequence[str],
+        folder: Path,
+        *,
+        context: int,
+        sequences: int = 32,
+        patience: float = 600.0,
+    ):
+        check_adapter(model)
+        self.model, self.tokenizer, self.servers, self.folder = model, tokenizer, [url.rstrip("/") for url in servers], folder
+        self.context, self.sequences, self.patience = context, sequences, patience
+        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.vocabulary = unwrap(model).config.get_text_config().vocab_size
+        self.run = uuid.uuid4().hex[:12]  # names of two runs never collide on a server
+        self.versions: list[str] = []  # those whose folders exist, oldest first
+        self.metrics = Metrics()
+        self.checked = False
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Response]:
+        """One response per prompt, in order, with the log-probabilities of its tokens.
+
+        Raises:
+            ValueError: a request that vLLM would change or not survive.
+            RolloutError: a server does not answer within `patience`, or refuses the adapter or a request.
+        """
+        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
+        check_requests(prompts, sampling, limits, self.context, self.vocabulary)
+        wanted = [index for index, limit in enumerate(limits) if limit > 0]
+        responses = [Response([], "", finished=False) for _ in prompts]
+        if not self.checked:
+            self._check_servers()
+        version = self._hand_over()
+        done = len(prompts) - len(wanted)
+
+        def complete(position: int, index: int) -> tuple[int, Response]:
+            server = self.servers[position % len(self.servers)]
+            body = request_parameters(sampling, limits[index], prompt_seed(seed, index), self.stop_ids)
+            return index, self._complete(server, version, {**body, "prompt": prompts[index]})
+
+        with (
+            self.metrics.timed("seconds_sampling", self.model.device),
+            ThreadPoolExecutor(self.sequences * len(self.servers)) as pool,
+        ):
+            for index, response in pool.map(complete, range(len(wanted)), wanted):
+                responses[index] = response
+                done += 1
+                if progress is not None:
+                    progress(done)
+        return responses
+
+    def take_metrics(self) -> Metrics:
+        """The metrics since the last call."""
+        metrics, self.metrics = self.metrics, Metrics()
+        return metrics
+
+    def close(self) -> None:
+        """Take the adapters from the servers and remove their folders."""
+        while self.versions:
+            self._withdraw(self.versions.pop(0))
+
+    # ---- Weights ---------------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> str:
+        """Register the present weights with all servers; returns their name."""
+        with self.metrics.timed("seconds_export", self.model.device):
+            version = f"firedistill-{self.run}-{version_of(self.model)}"
+            if version in self.versions:
+                return version
+            write_adapter(self.model, self.folder / version)
+        with self.metrics.timed("seconds_load", self.model.device):
+            for server in self.servers:
+                self._register(server, version)
+        self.versions.append(version)
+        while len(self.versions) > VERSIONS:
+            self._withdraw(self.versions.pop(0))
+        return version
+
+    def _register(self, server: str, version: str) -> None:
+        body = {"lora_name": version, "lora_path": str((self.folder / version).absolute())}
+        try:
+            self._post(server, "/v1/load_lora_adapter", body)
+        except Refusal as refusal:
+            if "already" not in str(refusal):  # another thread was faster, or an answer was lost on its way
+                raise RolloutError(
+                    f"{server} refuses the adapter in {body['lora_path']} ({refusal}): it needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, "
+                    "--enable-lora, a --max-lora-rank of at least lora_r, and access to this folder"
+                ) from refusal
+
+    def _withdraw(self, version: str) -> None:
+        for server in self.servers:
+            with suppress(OSError, ValueError):  # it has restarted, or is gone: the name is never used again
+                self._request(server, "/v1/unload_lora_adapter", {"lora_name": version})
+        shutil.rmtree(self.folder / version, ignore_errors=True)
+
+    # ---- Requests --------------------------------------------------------------------------------------------------------------------
+
+    def _check_servers(self) -> None:
+        for server in self.servers:
+            models = self._post(server, "/v1/models", None).get("data") or [{}]
+            length = models[0].get("max_model_len")
+            if isinstance(length, int) and length < self.context:
+                raise RolloutError(
+                    f"{server} has --max-model-len {length}; expected max_context_tokens, {self.context}, or more"
+                )
+        self.checked = True
+
+    def _complete(self, server: str, version: str, body: dict[str, Any]) -> Response:
+        """One response; a server that has lost the adapter gets it again, once."""
+        request = {**body, "model": version, "return_token_ids": True, "skip_special_tokens": False}
+        try:
+            answer = self._post(server, "/v1/completions", request)
+        except Refusal as refusal:
+            if refusal.status != 404:
+                raise RolloutError(f"{server} refuses a request: {refusal}") from refusal
+            self._register(server, version)
+            try:
+                answer = self._post(server, "/v1/completions", request)
+            except Refusal as again:
+                raise RolloutError(f"{server} has lost the adapter {version} twice: {again}") from again
+        try:
+            choice, model = answer["choices"][0], answer["model"]
+            ids, log_probs = [int(i) for i in choice["token_ids"]], [float(p) for p in choice["logprobs"]["token_logprobs"]]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise RolloutError(
+                f"{server} answers without token ids or log-probabilities ({error!r}); vLLM 0.32 or newer has them"
+            ) from error
+        if model != version:
+            raise RolloutError(f"{server} answered with the model {model!r}; expected {version!r}")
+        if not 0 < len(ids) == len(log_probs) <= body["max_tokens"]:
+            raise RolloutError(
+                f"{server} answered with {len(ids)} tokens and {len(log_probs)} log-probabilities, limit {body['max_tokens']}"
+            )
+        return response_of(ids, log_probs, self.stop_ids, self.tokenizer)
+
+    def _post(self, server: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        """A request that is repeated while the server does not answer or has an internal error."""
+        until = time.monotonic() + self.patience
+        while True:
+            try:
+                return self._request(server, path, body, timeout=max(until - time.monotonic(), 1.0))
+            except Refusal as refusal:
+                if refusal.status < 500:
+                    raise
+                problem: Exception = refusal
+            except OSError as error:  # no connection, a connection that was cut, or a time limit
+                problem = error
+            if time.monotonic() > until:
+                raise RolloutError(
+                    f"{server} has not answered for {self.patience:.0f} s ({problem}); the run resumes from its last checkpoint"
+                )
+            time.sleep(RETRY_AFTER)
+
+    @staticmethod
+    def _request(server: str, path: str, body: dict[str, Any] | None, timeout: float = 10.0) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(server + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Refusal(error.code, " ".join(error.read().decode(errors="replace").split())[:300]) from error
+        try:
+            found = json.loads(content)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}

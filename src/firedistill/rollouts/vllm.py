@@ -1,0 +1,379 @@
+"""Rollouts by vLLM in a child process that holds a copy of the base model.
+
+The student's weights are handed over once per version (`weights.py`), in one of two ways:
+
+- `lora`: as an adapter under a name, an id and a path of its own. For GPUs.
+- `merged`: as projections `W + s B A` that replace those of the running engine, whose prefix cache is then reset. For CPUs, where
+  vLLM's kernels for adapters are slower than plain products.
+
+vLLM cuts, rounds or crashes on some requests; `check_requests` refuses them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import PreTrainedTokenizerBase
+
+from firedistill.metrics import Metrics
+from firedistill.models.states import unwrap
+from firedistill.rollout import Response, Sampling
+from firedistill.rollouts.hf import stop_token_ids
+from firedistill.rollouts.weights import (
+    AdapterError,
+    base_checkpoint,
+    check_adapter,
+    scratch_folder,
+    version_of,
+    write_adapter,
+    write_merged,
+)
+from firedistill.run.checkpoints import random_state, restore_random_state
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as the largest rank
+VERSIONS = 2  # adapters that vLLM keeps: the student's and the teacher's
+# What a launcher sets for the trainer's own processes, which would make vLLM join them.
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+NOT_FOR_THE_ENGINE = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
+]
+
+
+class RolloutError(OSError):
+    """An engine in another process that failed; the run resumes from its last checkpoint."""
+
+
+class VLLMEngine:
+    """A `RolloutEngine` on vLLM.
+
+    The child process starts with the first call. It ignores Ctrl-C and the other signals that ask the trainer to stop, so that the
+    trainer can finish its step. On a GPU it sleeps between calls: its weights move to host memory, its cache is dropped.
+
+    Args:
+        model: the student, with one plain LoRA adapter.
+        tokenizer: decodes the responses.
+        context: the largest number of tokens of prompt and response.
+        sequences: responses sampled at the same time.
+        weights: "lora", "merged", or None for merged on a CPU and lora elsewhere.
+
+    Attributes:
+        starts: number of child processes so far.
+        metrics: seconds of exporting weights, loading them and sampling, since `take_metrics`.
+
+    Raises:
+        AdapterError: the adapter is not plain LoRA.
+        ImportError: vLLM is not installed.
+    """
+
+    def __init__(
+        self,
+        model: PeftModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        context: int,
+        sequences: int = 32,
+        weights: str | None = None,
+    ):
+        if importlib.util.find_spec("vllm") is None:
+            raise ImportError("rollouts by vLLM need the package vllm: pip install 'firedistill[vllm]', or use --rollouts hf")
+        check_adapter(model)
+        self.model, self.tokenizer, self.context, self.sequences = model, tokenizer, context, sequences
+        self.device = model.device
+        self.weights = weights or ("merged" if self.device.type == "cpu" else "lora")
+        self.stop_ids = stop_token_ids(model, tokenizer)
+        self.vocabulary = unwrap(model).config.get_text_config().vocab_size
+        self.starts = 0
+        self.metrics = Metrics()
+        self.llm: Any = None
+        self.versions: dict[str, Any] = {}  # what the engine has, by version: LoRA requests, or None for merged weights
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] | None = None,
+        limits: Sequence[int] | None = None,
+    ) -> list[Response]:
+        """One response per prompt, in order, with the log-probabilities of its tokens.
+
+        Raises:
+            ValueError: a request that vLLM would change or not survive.
+            RolloutError: the child process died or failed.
+        """
+        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
+        check_requests(prompts, sampling, limits, self.context, self.vocabulary)
+        wanted = [index for index, limit in enumerate(limits) if limit > 0]
+        responses = [Response([], "", finished=False) for _ in prompts]
+        if wanted:
+            with self._guarded():
+                if self.llm is None:
+                    self._start()
+                elif self.device.type == "cuda":
+                    self._call(self.llm.wake_up)
+                request = self._hand_over()
+                with self.metrics.timed("seconds_sampling", self.device):
+                    outputs = self._call(
+                        self.llm.generate,
+                        [{"prompt_token_ids": prompts[index]} for index in wanted],
+                        [self._parameters(sampling, limits[index], prompt_seed(seed, index)) for index in wanted],
+                        lora_request=request,
+                        use_tqdm=False,
+                    )
+                if self.device.type == "cuda":
+                    self._call(self.llm.sleep, level=1)
+            for index, output in zip(wanted, outputs, strict=True):
+                completion = output.outputs[0]
+                ids = list(completion.token_ids)
+                log_probs = [of_token[token].logprob for token, of_token in zip(ids, completion.logprobs, strict=True)]
+                responses[index] = response_of(ids, log_probs, self.stop_ids, self.tokenizer)
+        if progress is not None:
+            progress(len(prompts))
+        return responses
+
+    def take_metrics(self) -> Metrics:
+        """The metrics since the last call."""
+        metrics, self.metrics = self.metrics, Metrics()
+        return metrics
+
+    def close(self) -> None:
+        """End the child process and remove its files."""
+        if self.llm is not None:
+            self._stop()
+            self.llm = None
+            self.versions.clear()
+
+    # ---- The child process -----------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.scratch = scratch_folder()
+        self.processes: list[Any] = []
+        started: list[Any] = []
+        self._stop = weakref.finalize(self, stop_engine, self.processes, started, self.scratch)
+        before = multiprocessing.active_children()
+        with environment_of_engine(self.device):
+            from vllm import LLM
+
+            self.llm = LLM(**self._options())
+        self.starts += 1
+        started.append(self.llm)
+        self.processes += [process for process in multiprocessing.active_children() if process not in before]
+
+    def _options(self) -> dict[str, Any]:
+        config = unwrap(self.model).config.get_text_config()
+        base: Any = self.model.get_base_model()
+        options: dict[str, Any] = {
+            "model": base_checkpoint(self.model, self.scratch),
+            "dtype": str(base.dtype).removeprefix("torch."),
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "trust_remote_code": False,
+            "max_model_len": self.context,
+            "max_num_seqs": self.sequences,
+            "max_num_batched_tokens": max(self.context, 8192),
+            "kv_cache_memory_bytes": cache_bytes(config, base.dtype, self.context, self.sequences),
+            "disable_log_stats": True,
+        }
+        if revision := getattr(base, "firedistill_revision", None):
+            options["revision"] = revision
+        if self.weights == "lora":
+            rank = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]]).r
+            fitting = [allowed for allowed in RANKS if allowed >= rank]
+            if not fitting:
+                raise AdapterError(f"lora_r is {rank}: vLLM supports ranks up to {RANKS[-1]}; use --rollouts hf")
+            options |= {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": 1, "max_cpu_loras": VERSIONS}
+        if self.device.type == "cpu":
+            # Seeds with chunked prefill raise on CPUs; compiling takes a minute and gains nothing there.
+            options |= {"enable_chunked_prefill": False, "enforce_eager": True}
+        else:
+            options["enable_sleep_mode"] = True
+        return options
+
+    def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call the engine. vLLM waits for ever for the answer of a child process that died before the request.
+
+        Raises:
+            RuntimeError: the child process is dead.
+        """
+        outcome: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                outcome.set_result(function(*arguments, **options))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        threading.Thread(target=call, name="vllm call", daemon=True).start()
+        while True:
+            with suppress(TimeoutError):
+                return outcome.result(timeout=1.0)
+            if dead := [process for process in self.processes if not process.is_alive()]:
+                with suppress(TimeoutError):
+                    return outcome.result(timeout=5.0)  # vLLM may have noticed, too
+                raise RuntimeError(f"its process ended with exit code {dead[0].exitcode}")
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Turn every failure of the engine into a RolloutError. The next call starts a new one."""
+        try:
+            yield
+        except (AdapterError, ImportError):
+            raise
+        except Exception as error:
+            self.close()
+            text = " ".join(str(error).split())[:400]
+            raise RolloutError(
+                f"the vLLM engine failed ({type(error).__name__}: {text}); VLLM_LOGGING_LEVEL=INFO shows its log. The run resumes from "
+                "its last checkpoint with the same command"
+            ) from error
+
+    # ---- Weights ---------------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> Any:
+        """Make the engine use the present weights; returns the LoRA request that names them, or None for merged weights."""
+        with self.metrics.timed("seconds_export", self.device):
+            version = version_of(self.model)
+            if version in self.versions:
+                return self.versions[version]
+            folder = self.scratch / version
+            (write_merged if self.weights == "merged" else write_adapter)(self.model, folder)
+        with self.metrics.timed("seconds_load", self.device):
+            if self.weights == "merged":
+                self.versions.clear()  # unless the next call returns, nothing is known about the engine's weights
+                self._call(self.llm.collective_rpc, "reload_weights", kwargs={"weights_path": str(folder)})
+                if not self._call(self.llm.reset_prefix_cache):
+                    raise RuntimeError("the prefix cache could not be reset")
+                shutil.rmtree(folder)
+                self.versions[version] = None
+            else:
+                from vllm.lora.request import LoRARequest
+
+                self.loaded = getattr(self, "loaded", 0) + 1
+                request = LoRARequest(version, self.loaded, str(folder))
+                self._call(self.llm.llm_engine.add_lora, request)
+                self.versions[version] = request
+                while len(self.versions) > VERSIONS:
+                    oldest = self.versions.pop(next(iter(self.versions)))
+                    self._call(self.llm.llm_engine.remove_lora, oldest.lora_int_id)
+                    shutil.rmtree(oldest.lora_path)
+        return self.versions[version]
+
+    def _parameters(self, sampling: Sampling, limit: int, seed: int) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(**request_parameters(sampling, limit, seed, self.stop_ids), detokenize=False)
+
+
+# ---- Requests ----------------------------------------------------------------------------------------------------------------------
+
+
+def check_requests(
+    prompts: Sequence[list[int]], sampling: Sampling, limits: Sequence[int], context: int, vocabulary: int
+) -> None:
+    """Raise ValueError for a request that vLLM would cut, round or not survive."""
+    if 0 < sampling.temperature < 0.01 or sampling.temperature > 2:
+        raise ValueError(f"temperature is {sampling.temperature}: vLLM supports 0 (greedy) and 0.01 to 2; use --rollouts hf")
+    for prompt, limit in zip(prompts, limits, strict=True):
+        if not prompt:
+            raise ValueError("a prompt has no tokens")
+        if len(prompt) + limit > context:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens with up to {limit} new ones exceeds the engine's context of {context}"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            raise ValueError(f"a prompt has token ids outside of the vocabulary of {vocabulary}")
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """31 bits per prompt of a call."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:4]) >> 1
+
+
+def request_parameters(sampling: Sampling, limit: int, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """vLLM's sampling parameters of one request, with nothing of the checkpoint's."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
+        "top_k": sampling.top_k if sampling.temperature > 0 else 0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "max_tokens": limit,
+        "seed": seed,
+        "stop_token_ids": list(stop_ids),
+        "ignore_eos": True,  # the stop tokens are ours
+        "logprobs": 0,  # of the sampled token, before temperature and truncation
+    }
+
+
+def response_of(
+    ids: list[int], log_probs: list[float], stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> Response:
+    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    return Response(ids, text, finished=bool(ids) and ids[-1] in stop_ids, log_probs=log_probs)
+
+
+def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -> int:
+    """Bytes of keys and values of `sequences` full contexts."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = -(-context // 128) + 1
+    return 2 * config.num_hidden_layers * heads * size * dtype.itemsize * blocks * 128 * sequences
+
+
+@contextmanager
+def environment_of_engine(device: torch.device) -> Iterator[None]:
+    """What the child process inherits: nothing of the launcher's, one GPU, and signals that only the trainer handles blocked.
+
+    The caller's environment and random state are restored; vLLM changes both.
+    """
+    saved, state = dict(os.environ), random_state()
+    for name in [name for name in os.environ if name in LAUNCHER or name.startswith(("TORCHELASTIC_", "ACCELERATE_"))]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
+    if device.type == "cuda":
+        visible = saved.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        index = device.index or 0
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) and visible[index] else str(index)
+    resource_tracker.ensure_running()  # starting it later would unblock SIGINT and SIGTERM
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_ENGINE)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.environ.clear()
+        os.environ.update(saved)
+        restore_random_state(state)
+
+
+def stop_engine(processes: Sequence[Any], engines: Sequence[Any], scratch: Path) -> None:
+    """Kill the engine's processes, which hold nothing that is worth saving, close its connections, and remove its folder."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join(10)
+    for llm in engines:
+        with suppress(Exception):  # it has nothing to end any more
+            client = llm.llm_engine.engine_core
+            client.shutdown(timeout=0)
+            client.ctx.destroy(linger=0)
+    shutil.rmtree(scratch, ignore_errors=True)

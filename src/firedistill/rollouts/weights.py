@@ -1,0 +1,121 @@
+"""Hands the student's present weights to an engine in another process: as an adapter, or as merged projections.
+
+Every version has a name that is a hash of its contents, so that equal weights are handed over once and no cache that is keyed by names
+or paths can serve another version's keys and values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from peft.tuners import lora
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from firedistill.models.states import unwrap
+from firedistill.rollouts.merging import mergeable_layers, merged_weight
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class AdapterError(ValueError):
+    """An adapter that the engine cannot run; the message says what to change."""
+
+
+def check_adapter(model: PeftModel) -> None:
+    """Raise AdapterError unless the model has one plain LoRA adapter over unquantized linear layers and trains nothing else."""
+    (name,) = model.active_adapters
+    config = model.peft_config[name]
+    wrong = [
+        what
+        for what, found in {
+            "DoRA": getattr(config, "use_dora", False),
+            "a bias": getattr(config, "bias", "none") != "none" or getattr(config, "lora_bias", False),
+            "modules_to_save": bool(getattr(config, "modules_to_save", None)),
+            "a type other than LoRA": config.peft_type != "LORA",
+        }.items()
+        if found
+    ]
+    mergeable = {id(layer) for _, _, layer in mergeable_layers(model)}
+    if any(isinstance(module, lora.LoraLayer) and id(module) not in mergeable for module in model.modules()):
+        wrong.append("layers that are quantized or not linear")
+    if wrong:
+        raise AdapterError(
+            f"rollouts by vLLM support plain LoRA on unquantized linear layers, this adapter has {', '.join(wrong)}; use --rollouts hf"
+        )
+
+
+def version_of(model: PeftModel) -> str:
+    """A hash of the adapter's weights."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(adapter_state(model).items()):
+        total.update(name.encode() + bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    return total.hexdigest()[:24]
+
+
+def adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors by the names in `adapter_model.safetensors`."""
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
+def write_adapter(model: PeftModel, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`."""
+    folder.mkdir(parents=True)
+    save_file(
+        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()},
+        folder / "adapter_model.safetensors",
+    )
+    config = model.peft_config[model.active_adapters[0]]
+    training, config.inference_mode = config.inference_mode, True
+    try:
+        config.save_pretrained(str(folder))
+    finally:
+        config.inference_mode = training
+
+
+@torch.no_grad()
+def write_merged(model: PeftModel, folder: Path) -> None:
+    """Write `W + s B A` of every adapted projection, by its name in the base checkpoint and in its dtype."""
+    names = {id(module): name for name, module in unwrap(model).named_modules()}
+    merged = {f"{names[id(layer)]}.weight": merged_weight(layer).cpu().contiguous() for _, _, layer in mergeable_layers(model)}
+    folder.mkdir(parents=True)
+    save_file(merged, folder / "model.safetensors")
+
+
+def base_checkpoint(model: PeftModel, scratch: Path) -> str:
+    """A checkpoint of the base model: the one that it was loaded from, or else a copy in `scratch`."""
+    base = unwrap(model)
+    if hasattr(base, "firedistill_revision"):  # loaded by `load_model_and_tokenizer`, and frozen since
+        return str(base.name_or_path)
+    folder = scratch / "base"
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
+    base.save_pretrained(folder, state_dict=state)
+    return str(folder)
+
+
+def scratch_folder() -> Path:
+    """A new temporary folder, in memory where the system has such a place. Removes those of processes that were killed."""
+    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    for folder in place.glob("firedistill-rollouts-*-*"):
+        with suppress(OSError, ValueError):
+            if folder.stat().st_uid == os.getuid() and not is_alive(int(folder.name.split("-")[2])):
+                shutil.rmtree(folder)
+    return Path(tempfile.mkdtemp(prefix=f"firedistill-rollouts-{os.getpid()}-", dir=place))
+
+
+def is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,598 @@
+"""Rollouts by vLLM: what is handed over, what is refused, and servers that fail. The real engine runs where vLLM is installed.
+
+`make test-vllm` makes an environment with vLLM and runs these tests in it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from firedistill import Example, Verdict
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora
+from firedistill.models.states import score_responses, unwrap
+from firedistill.ops import Head
+from firedistill.rollout import Response, Rollout, Sampling
+from firedistill.rollouts import load, server, vllm, weights
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.server import VLLMServerEngine
+from firedistill.rollouts.vllm import RolloutError, VLLMEngine, check_requests, environment_of_engine, prompt_seed
+from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
+from firedistill.run.log import read_jsonl
+from firedistill.step import engine_gap
+from tiny import byte_tokenizer, run_config, run_trainer
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12)
+PROMPTS = [list(range(10, 20)), list(range(30, 37)), [5, 6, 7] * 4]
+needs_vllm = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama with heads of 32 numbers, the smallest size that vLLM supports on CPUs."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=263,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=2,
+        initializer_range=0.25,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, temperature=0.3, top_k=7, do_sample=True)
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def student(folder: str, seed: int = 1, **lora) -> PeftModel:
+    """The model with an adapter that changes its answers."""
+    model, _ = load_model_and_tokenizer(folder, dtype="float32")
+    torch.manual_seed(0)
+    peft = add_lora(model, **{"r": 4, "alpha": 8, **lora})
+    change(peft, seed)
+    return peft
+
+
+@torch.no_grad()
+def change(model: PeftModel, seed: int, size: float = 0.2) -> None:
+    """Other values of the adapter's B factors."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return student(folder)
+
+
+# ---- Weights -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_named_by_its_contents(folder):
+    one, other = student(folder), student(folder)
+    assert version_of(one) == version_of(other)
+    with torch.no_grad():
+        next(p for name, p in other.named_parameters() if "lora_A" in name)[0, 0] += 1e-6
+    assert version_of(one) != version_of(other)
+
+
+def test_an_adapter_is_what_plain_peft_loads(model, folder, tmp_path):
+    write_adapter(model, tmp_path / "adapter")
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), tmp_path / "adapter")
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert not model.peft_config["default"].inference_mode, "the student is still trained"
+
+
+def test_merged_projections_have_the_names_of_the_checkpoint(model, folder, tmp_path):
+    write_merged(model, tmp_path / "merged")
+    merged, base = load_file(tmp_path / "merged" / "model.safetensors"), load_file(Path(folder) / "model.safetensors")
+    assert len(merged) == 14 and merged.keys() <= base.keys()
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    plain.load_state_dict(merged, strict=False)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_is_the_checkpoint_it_was_loaded_from_or_a_copy(model, folder, tmp_path):
+    assert base_checkpoint(model, tmp_path) == folder
+    own = add_lora(LlamaForCausalLM.from_pretrained(folder), r=4, alpha=8)
+    with torch.no_grad():
+        own.get_base_model().model.norm.weight.mul_(2)
+    copy = AutoModelForCausalLM.from_pretrained(base_checkpoint(own, tmp_path))
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad(), own.disable_adapter():
+        torch.testing.assert_close(copy(ids).logits, own(ids).logits)
+
+
+def test_adapters_that_vllm_cannot_run_are_refused(folder):
+    base, _ = load_model_and_tokenizer(folder, dtype="float32")
+    from peft import LoraConfig, get_peft_model
+
+    for options, named in [
+        ({"use_dora": True}, "DoRA"),
+        ({"bias": "lora_only"}, "a bias"),
+        ({"modules_to_save": ["norm"]}, "modules_to_save"),
+    ]:
+        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], **options))
+        with pytest.raises(AdapterError, match=f"{named}.*use --rollouts hf"):
+            check_adapter(adapted)
+        base = adapted.unload()
+
+
+def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    stale, alive = tmp_path / f"firedistill-rollouts-{ended.pid}-x", tmp_path / f"firedistill-rollouts-{os.getppid()}-x"
+    other = tmp_path / "firedistill-notes"
+    for path in (stale, alive, other):
+        path.mkdir()
+    mine = weights.scratch_folder()
+    assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
+
+
+# ---- Requests ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "limit", "message"),
+    [
+        ([1], Sampling(temperature=0.005), 5, "temperature is 0.005: vLLM supports 0"),
+        ([1], Sampling(temperature=2.5), 5, "temperature is 2.5"),
+        ([], GREEDY, 5, "a prompt has no tokens"),
+        ([1] * 95, GREEDY, 6, "95 tokens with up to 6 new ones exceeds the engine's context of 100"),
+        ([1, 263], GREEDY, 5, "outside of the vocabulary of 263"),
+        ([-1], GREEDY, 5, "outside of the vocabulary"),
+    ],
+)
+def test_requests_that_vllm_would_change_are_refused(prompt, sampling, limit, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        check_requests([[1, 2], prompt], sampling, [5, limit], 100, 263)
+    check_requests([[1] * 95, [262, 0]], Sampling(temperature=2.0), [5, 0], 100, 263)
+
+
+def test_every_prompt_of_every_call_has_its_own_seed():
+    seeds = [prompt_seed(seed, index) for seed in range(50) for index in range(50)]
+    assert len(set(seeds)) == 2500 and 0 <= min(seeds) <= max(seeds) < 2**31 and prompt_seed(3, 4) == prompt_seed(3, 4)
+
+
+def test_the_engine_inherits_nothing_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("MINE", "1")
+    torch.manual_seed(3)
+    expected = torch.Generator().manual_seed(3)
+    before = dict(os.environ)
+    with environment_of_engine(torch.device("cpu")):
+        assert "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and os.environ["MINE"] == "1"
+        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        assert {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        os.environ["LD_PRELOAD"] = "x.so"
+        torch.rand(5)
+    assert dict(os.environ) == before and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
+
+
+def test_without_vllm_the_extra_is_named(model, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'firedistill\[vllm\]'"):
+        VLLMEngine(model, byte_tokenizer(), context=100)
+
+
+# ---- Servers -----------------------------------------------------------------------------------------------------------------
+
+
+class Server(ThreadingHTTPServer):
+    """Answers like a vLLM server; the tokens of a response depend on the prompt and the adapter's contents.
+
+    Attributes:
+        adapters: contents of the registered adapters, by name.
+        requests: number of requests by path.
+        faults: statuses, or None for a cut connection, that the next requests for completions get.
+    """
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.adapters: dict[str, bytes] = {}
+        self.requests, self.faults, self.wrong_model = Counter(), [], False
+        self.context = 4096
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def restart(self) -> None:
+        self.adapters.clear()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def log_message(self, *arguments):
+        pass
+
+    def answer(self, status: int, content) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.answer(200, {"data": [{"id": "base", "max_model_len": self.server.context}]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests[self.path] += 1
+        if self.path == "/v1/load_lora_adapter":
+            if body["lora_name"] in self.server.adapters:
+                return self.answer(400, {"message": "has already been loaded"})
+            self.server.adapters[body["lora_name"]] = (Path(body["lora_path"]) / "adapter_model.safetensors").read_bytes()
+            return self.answer(200, "Success")
+        if self.path == "/v1/unload_lora_adapter":
+            self.server.adapters.pop(body["lora_name"])
+            return self.answer(200, "Success")
+        if self.server.faults:
+            status = self.server.faults.pop(0)
+            if status is None:
+                return self.connection.close()
+            return self.answer(status, {"message": "fault"})
+        if body["model"] not in self.server.adapters:
+            return self.answer(404, {"message": f"The model {body['model']} does not exist."})
+        ids = answer_of(body["prompt"], self.server.adapters[body["model"]])[: body["max_tokens"]]
+        name = "another" if self.server.wrong_model else body["model"]
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
+        self.answer(200, {"model": name, "choices": [choice]})
+
+
+def answer_of(prompt: list[int], adapter: bytes) -> list[int]:
+    return [40 + (sum(prompt) + sum(adapter[-64:])) % 100, 41, 2]
+
+
+@pytest.fixture
+def servers(monkeypatch):
+    monkeypatch.setattr(server, "RETRY_AFTER", 0.01)
+    started = [Server(), Server()]
+    yield started
+    for one in started:
+        one.stop()
+
+
+def engine_for(model, servers, tmp_path, **options) -> VLLMServerEngine:
+    urls = [one.url + "/" for one in servers]
+    return VLLMServerEngine(
+        model, byte_tokenizer(), urls, tmp_path / "adapters", **{"context": 100, "patience": 2.0, **options}
+    )
+
+
+def expected(model, tmp_path, name: str) -> list[list[int]]:
+    write_adapter(model, tmp_path / name)
+    return [answer_of(prompt, (tmp_path / name / "adapter_model.safetensors").read_bytes()) for prompt in PROMPTS]
+
+
+def test_servers_share_the_prompts(model, servers, tmp_path):
+    engine, told = engine_for(model, servers, tmp_path), []
+    responses = engine.generate(PROMPTS, GREEDY, seed=0, progress=told.append)
+    assert [response.token_ids for response in responses] == expected(model, tmp_path, "x")
+    assert all(response.finished and response.log_probs == [-0.5] * 3 for response in responses)
+    assert [one.requests["/v1/completions"] for one in servers] == [2, 1] and told[-1] == 3
+    assert set(engine.take_metrics().seconds) == {"seconds_export", "seconds_load", "seconds_sampling"}
+
+
+def test_a_hundred_versions_leave_two_and_never_serve_an_old_one(folder, servers, tmp_path):
+    model = student(folder)
+    engine = engine_for(model, servers, tmp_path)
+    for seed in range(100):
+        change(model, seed)
+        found = [response.token_ids for response in engine.generate(PROMPTS, GREEDY, seed=0)]
+        assert found == expected(model, tmp_path, str(seed))
+    assert all(len(one.adapters) == 2 for one in servers) and len(list((tmp_path / "adapters").iterdir())) == 2
+    engine.close()
+    assert not any(one.adapters for one in servers) and not list((tmp_path / "adapters").iterdir())
+
+
+def test_equal_weights_are_handed_over_once(model, servers, tmp_path):
+    engine = engine_for(model, servers, tmp_path)
+    for seed in range(3):
+        engine.generate(PROMPTS, GREEDY, seed)
+    assert [one.requests["/v1/load_lora_adapter"] for one in servers] == [1, 1]
+
+
+def test_two_runs_on_one_server_have_names_of_their_own(model, servers, tmp_path):
+    engines = [engine_for(model, servers, tmp_path / name) for name in ("a", "b")]
+    for engine in engines:
+        engine.generate(PROMPTS, GREEDY, seed=0)
+    assert len(servers[0].adapters) == 2
+    engines[0].close()
+    engines[1].generate(PROMPTS, GREEDY, seed=0)
+    assert len(servers[0].adapters) == 1
+
+
+@pytest.mark.parametrize("faults", [[503, 500], [None, None, 500], [404]])
+def test_a_server_that_fails_for_a_while_is_retried(faults, model, servers, tmp_path):
+    servers[0].faults = list(faults)
+    responses = engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+    assert [response.token_ids for response in responses] == expected(model, tmp_path, "x") and not servers[0].faults
+
+
+def test_a_server_that_restarts_gets_the_adapter_again(model, servers, tmp_path):
+    engine = engine_for(model, servers, tmp_path)
+    engine.generate(PROMPTS, GREEDY, seed=0)
+    servers[0].restart()
+    responses = engine.generate(PROMPTS, GREEDY, seed=1)
+    assert [response.token_ids for response in responses] == expected(model, tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [([503] * 999, "has not answered for 0 s"), ([400], "refuses a request"), ([404] * 4, "has lost the adapter .* twice")],
+)
+def test_a_server_that_stays_broken_is_an_error(faults, message, model, servers, tmp_path):
+    servers[0].faults = faults
+    with pytest.raises(RolloutError, match=message):
+        engine_for(model, servers, tmp_path, patience=0.2).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "RETRY_AFTER", 0.01)
+    gone = Server()
+    gone.stop()
+    with pytest.raises(RolloutError, match="has not answered for 0 s .*refused"):
+        engine_for(model, [gone], tmp_path, patience=0.1).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_an_answer_of_another_model_is_never_used(model, servers, tmp_path):
+    servers[1].wrong_model = True
+    with pytest.raises(RolloutError, match="answered with the model 'another'; expected 'firedistill-"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_a_context_that_is_too_short_is_refused_at_once(model, servers, tmp_path):
+    servers[0].context = 99
+    with pytest.raises(RolloutError, match="--max-model-len 99; expected max_context_tokens, 100"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_a_limit_of_zero_is_an_empty_response_without_a_request(model, servers, tmp_path):
+    responses = engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0, limits=[2, 0, 12])
+    assert [len(response.token_ids) for response in responses] == [2, 0, 3]
+    assert not responses[0].finished and sum(one.requests["/v1/completions"] for one in servers) == 2
+
+
+# ---- In a run ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_samples_by_a_server_and_reports_the_policy_gap(folder, servers, tmp_path):
+    urls = ",".join(one.url for one in servers)
+    trainer = run_trainer(folder, tmp_path / "run", rollouts=urls, max_steps=2, max_context_tokens=400, lora_r=4)
+    assert trainer.args.rollouts == "server" and trainer.args.rollout_servers == urls.split(",")
+    trainer.train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    for row in rows:
+        assert {"rollout_kl", "seconds_export", "seconds_sampling"} <= row.keys()
+    assert sum(one.requests["/v1/completions"] for one in servers) == 2 * 4 + 2 * 5, "two steps and two evaluations"
+    assert not any(one.adapters for one in servers) and not list((tmp_path / "run" / "rollout-adapters").iterdir())
+    assert [row["n"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [5, 5]
+
+
+def test_the_gap_is_the_engines_log_probability_minus_the_students(model):
+    ids, prompt = [40, 41, 42, 43], PROMPTS[0]
+    states = score_responses(model, [prompt, prompt], [ids, ids[:2]])
+    head = Head.of(unwrap(model))
+    with torch.no_grad():
+        own = head(states.hidden).log_softmax(-1).gather(-1, torch.tensor(ids + ids[:2])[:, None])[:, 0].tolist()
+    verdict = Verdict(False, None, "")
+
+    def rollout(tokens, log_probs):
+        return Rollout(Example("x", "", ""), prompt, Response(tokens, "", True, log_probs), verdict)
+
+    exact = [rollout(ids, own[:4]), rollout(ids[:2], None)]
+    torch.testing.assert_close(engine_gap(states, exact, head), torch.zeros(4), atol=1e-5, rtol=0)
+    shifted = [rollout(ids, [p + 0.5 for p in own[2:4]]), rollout(ids[:2], own[4:])]  # two tokens of a prefix were not sampled
+    torch.testing.assert_close(engine_gap(states, shifted, head), torch.tensor([0.5, 0.5, 0.0, 0.0]), atol=1e-5, rtol=0)
+    assert engine_gap(states, [rollout(ids, None), rollout(ids[:2], None)], head).numel() == 0
+
+
+def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path, monkeypatch):
+    args = run_config(folder, tmp_path, rollouts="auto")
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
+    assert load.choose_engine(model, args) == "vllm"
+    monkeypatch.setattr(load, "free_memory", lambda device: 1000)
+    assert load.choose_engine(model, args) == "hf"
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
+    assert load.choose_engine(model, args) == "hf"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollouts": "vlm"}, "rollouts is 'vlm'.*expected hf, vllm, auto"),
+        ({"rollouts": "server"}, "rollouts is 'server', with 0 rollout_servers"),
+        ({"rollouts": "vllm", "quantization": "nf4"}, "exclude each other"),
+        ({"vllm_weights": "x"}, "vllm_weights is 'x': expected 'lora' or 'merged'"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, message, folder, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_config(folder, tmp_path, **settings)
+
+
+# ---- The real engine ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["merged", "lora"])
+def engine(request, folder):
+    model = student(folder)
+    engine = VLLMEngine(model, byte_tokenizer(), context=200, sequences=8, weights=request.param)
+    yield engine
+    engine.close()
+
+
+class TestRealEngine:
+    pytestmark = needs_vllm
+
+    def test_greedy_answers_equal_those_of_the_student(self, engine):
+        """Weights in float32; a hundred versions in a row, each with other answers."""
+        ours, last = HFRolloutEngine(engine.model, byte_tokenizer()), None
+        for seed in range(100):
+            change(engine.model, seed)
+            found, want = (e.generate(PROMPTS, GREEDY, seed=0) for e in (engine, ours))
+            assert [r.token_ids for r in found] == [r.token_ids for r in want]
+            assert [r.finished for r in found] == [r.finished for r in want] and found[0].text == want[0].text
+            assert [r.token_ids for r in found] != last
+            last = [r.token_ids for r in found]
+        assert engine.starts == 1 and len(list(engine.scratch.iterdir())) <= 2
+        assert len(engine.versions) <= 2
+
+    def test_log_probabilities_are_those_of_the_student(self, engine):
+        prompt = PROMPTS[0]
+        (response,) = engine.generate([prompt], Sampling(0.8, 0.9, 12), seed=3)
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([prompt + response.token_ids])).logits[0, len(prompt) - 1 : -1]
+        found = logits.log_softmax(-1).gather(-1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(response.log_probs), found, rtol=1e-3, atol=1e-3)
+
+    def test_the_same_seed_gives_the_same_tokens_alone_and_together(self, engine):
+        sampling = Sampling(1.0, 1.0, 12)
+        first, again, other = (engine.generate(PROMPTS, sampling, seed) for seed in (5, 5, 6))
+        assert [r.token_ids for r in first] == [r.token_ids for r in again] != [r.token_ids for r in other]
+        assert engine.generate(PROMPTS[:1], sampling, 5)[0].token_ids == first[0].token_ids
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [Sampling(1.0, 1.0, 1), Sampling(0.7, 0.9, 1), Sampling(1.3, 1.0, 1, top_k=5), Sampling(1.0, 0.8, 1, 0, 1.5)],
+    )
+    def test_two_thousand_draws_follow_the_sampling_parameters(self, engine, sampling):
+        """Chi-square at 1e-3 against the student's probabilities, whatever the checkpoint's generation settings are."""
+        change(engine.model, 0, size=0.05)
+        prompt, draws = PROMPTS[0], 2000
+        found = Counter(
+            r.token_ids[0] for start in range(0, draws, 250) for r in engine.generate([prompt] * 250, sampling, start)
+        )
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([prompt])).logits[0, -1].double()
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        seen[prompt] = True
+        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        probs = (torch.where(seen, penalised, logits) / sampling.temperature).softmax(-1)
+        order = probs.argsort(descending=True)
+        before = probs[order].cumsum(0) - probs[order]
+        kept = (before < sampling.top_p) & (torch.arange(len(probs)) < (sampling.top_k or len(probs)))
+        probs = torch.zeros_like(probs).scatter(0, order[kept], probs[order[kept]])
+        probs /= probs.sum()
+        assert set(found) <= set(probs.nonzero()[:, 0].tolist()), "nothing outside of the nucleus"
+        large = (probs * draws >= 5).nonzero()[:, 0].tolist()
+        rest = 1 - float(probs[large].sum())
+        pairs = [(found[token], float(probs[token]) * draws) for token in large]
+        if rest * draws >= 5:
+            pairs.append((draws - sum(count for count, _ in pairs), rest * draws))
+        statistic = torch.tensor(sum((count - mean) ** 2 / mean for count, mean in pairs), dtype=torch.float64)
+        freedom = torch.tensor((len(pairs) - 1) / 2, dtype=torch.float64)
+        assert float(torch.special.gammaincc(freedom, statistic / 2)) > 1e-3
+
+    def test_the_random_state_is_left_alone(self, engine):
+        state = torch.random.get_rng_state()
+        engine.generate(PROMPTS, Sampling(1.0, 1.0, 5), 1)
+        assert torch.equal(torch.random.get_rng_state(), state)
+
+    def test_signals_to_the_group_spare_the_engine_and_a_killed_one_is_an_error(self, engine):
+        engine.generate(PROMPTS, GREEDY, 0)
+        (process,) = engine.processes
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+        assert len(engine.generate(PROMPTS, GREEDY, 0)) == 3
+        process.kill()
+        with pytest.raises(RolloutError, match="the vLLM engine failed .*resumes from its last checkpoint"):
+            engine.generate(PROMPTS, GREEDY, 0)
+        assert not Path(engine.scratch).exists()
+        assert len(engine.generate(PROMPTS, GREEDY, 0)) == 3 and engine.starts == 2, "the next call starts a new one"
+
+    def test_a_limit_of_zero(self, engine):
+        responses = engine.generate(PROMPTS, GREEDY, 0, limits=[0, 3, 12])
+        assert [len(r.token_ids) for r in responses[:2]] == [0, 3] and responses[0].log_probs is None
+        assert vllm.VERSIONS == 2
+
+
+class TestRealServer:
+    pytestmark = needs_vllm
+
+    @staticmethod
+    def start(folder: str, port: int, log) -> subprocess.Popen:
+        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--dtype",
+            "float32",
+            "--enable-lora",
+            "--max-lora-rank",
+            "8",
+            "--max-cpu-loras",
+            "4",
+        ]
+        command += ["--max-model-len", "200", "--generation-config", "vllm", "--enforce-eager"]
+        command += ["--max-num-seqs", "8", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**26)]
+        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def test_versions_in_a_row_and_a_server_that_is_killed_and_comes_back(self, folder, tmp_path):
+        model = student(folder)
+        ours = HFRolloutEngine(model, byte_tokenizer())
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        engine = VLLMServerEngine(
+            model, byte_tokenizer(), [f"http://127.0.0.1:{port}"], tmp_path / "adapters", context=200, patience=240
+        )
+        with open(tmp_path / "server.log", "w") as log:
+            for life in range(2):
+                process = self.start(folder, port, log)  # the first request waits until it answers
+                try:
+                    for seed in range(5 * life, 5 * life + 5):
+                        change(model, seed)
+                        found, want = (e.generate(PROMPTS, GREEDY, seed=0) for e in (engine, ours))
+                        assert [r.token_ids for r in found] == [r.token_ids for r in want]
+                    assert len(found[0].log_probs or []) == len(found[0].token_ids)
+                    again = [engine.generate(PROMPTS, Sampling(1.0, 1.0, 12), 3) for _ in range(2)]
+                    assert [r.token_ids for r in again[0]] == [r.token_ids for r in again[1]]
+                finally:
+                    process.kill()
+                    process.wait()
+        assert len(list((tmp_path / "adapters").iterdir())) == 2

