@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -544,6 +545,26 @@ class TestRealEngine:
         assert not Path(engine.scratch).exists()
         assert len(engine.generate(PROMPTS, GREEDY, 0)) == 3 and engine.starts == 2, "the next call starts a new one"
 
+    def test_the_engine_ends_with_a_trainer_that_is_killed(self, folder, tmp_path):
+        script = tmp_path / "trainer.py"
+        script.write_text(
+            "import os, signal, sys, test_vllm\n"
+            "if __name__ == '__main__':\n"
+            "    engine = test_vllm.VLLMEngine(test_vllm.student(sys.argv[1]), test_vllm.byte_tokenizer(), context=200, sequences=8)\n"
+            "    engine.generate(test_vllm.PROMPTS, test_vllm.GREEDY, 0)\n"
+            "    print(*[process.pid for process in engine.processes], flush=True)\n"
+            "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        )
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": path}
+        told = subprocess.run([sys.executable, str(script), folder], env=environment, stdout=subprocess.PIPE, text=True)
+        processes = [int(word) for word in told.stdout.split()]
+        assert told.returncode == -signal.SIGKILL and processes
+        until = time.monotonic() + 30
+        while any(weights.is_alive(process) for process in processes):
+            assert time.monotonic() < until, "the engine outlives its trainer"
+            time.sleep(0.1)
+
     def test_a_limit_of_zero(self, engine):
         responses = engine.generate(PROMPTS, GREEDY, 0, limits=[0, 3, 12])
         assert [len(r.token_ids) for r in responses[:2]] == [0, 3] and responses[0].log_probs is None
@@ -570,7 +591,7 @@ class TestRealServer:
         command += ["--max-model-len", "200", "--generation-config", "vllm", "--enforce-eager"]
         command += ["--max-num-seqs", "8", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**26)]
         environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
     def test_versions_in_a_row_and_a_server_that_is_killed_and_comes_back(self, folder, tmp_path):
         model = student(folder)
@@ -593,6 +614,6 @@ class TestRealServer:
                     again = [engine.generate(PROMPTS, Sampling(1.0, 1.0, 12), 3) for _ in range(2)]
                     assert [r.token_ids for r in again[0]] == [r.token_ids for r in again[1]]
                 finally:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)  # its processes would outlive it
                     process.wait()
         assert len(list((tmp_path / "adapters").iterdir())) == 2
