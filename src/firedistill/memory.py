@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -37,6 +39,16 @@ SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
     "the same), turn gradient_checkpointing on, and resume with --allow_changes and their names"
 )
+
+
+def held_memory(device: torch.device) -> int | None:
+    """Bytes that this process holds: at most so far on an accelerator, at present in the machine's memory. None if that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
 
 
 class OutOfMemory(ValueError):

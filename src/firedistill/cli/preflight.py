@@ -9,7 +9,6 @@ whose methods are slow or hang, as many as `CHECK_SECONDS` allow; the finding sa
 from __future__ import annotations
 
 import math
-import mmap
 import re
 import shutil
 import statistics
@@ -22,8 +21,9 @@ from typing import Literal, TypeVar, cast
 
 import torch
 
-from firedistill.memory import LOADING, explained_memory
+from firedistill.memory import LOADING, explained_memory, held_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
+from firedistill.models.sharding import local
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
 from firedistill.objectives import load_objective
@@ -441,7 +441,7 @@ def memory_estimate(setup: Setup) -> dict[str, float]:
     args, model = setup.args, unwrap(setup.model)
     config = model.config.get_text_config()
     trainable = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
-    frozen = sum(p.nbytes for p in setup.model.parameters() if not p.requires_grad)
+    frozen = sum(local(p).nbytes for p in setup.model.parameters() if not p.requires_grad)
     width = 4 if args.model_dtype == "float32" else 2
     layers, hidden = config.num_hidden_layers, config.hidden_size
     block = 10 * hidden + 3 * (getattr(config, "intermediate_size", None) or 4 * hidden)  # numbers per token within a block
@@ -476,7 +476,6 @@ def free_memory(device: torch.device) -> float | None:
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        own_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return None
-    return int(available[1]) * 1024 + own_pages * mmap.PAGESIZE if available else None
+    return int(available[1]) * 1024 + (held_memory(device) or 0) if available else None
