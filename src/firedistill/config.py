@@ -148,6 +148,15 @@ class SelfDistillConfig(TrainingArguments):
     quantization: str | None = model_setting(
         None, "'nf4' loads the base model in 4 bits (needs the extra [quant]).", choices=("nf4",)
     )
+    fsdp_size: int | None = model_setting(
+        None,
+        "Processes that the base model is spread over (FSDP2 of transformers); by default every process holds all of it.",
+        effect="rounding",
+        above=0,
+    )
+    dp_replicate_size: int | None = model_setting(
+        None, "Copies of a base model that is spread over processes: processes divided by fsdp_size.", effect="none", above=0
+    )
     initial_adapter: str | None = model_setting(
         None, "Folder of a LoRA adapter to start from, such as a warm start's.", effect="place"
     )

@@ -45,11 +45,13 @@ def evaluate(
     examples: Sequence[Example],
     args: SelfDistillConfig,
     progress: Callable[..., None],
+    gather: Callable[[list[Any]], list[Any]] = gather_object,
 ) -> tuple[list[Rollout], dict[str, Any]]:
     """Answer all examples greedily, each process its share of them.
 
     Args:
         progress: called as `progress(done, total=...)`.
+        gather: returns the values of all processes.
 
     Returns:
         The rollouts of all processes, and their summary with `skipped_over_budget` where examples were left out.
@@ -62,7 +64,7 @@ def evaluate(
         rollouts, skipped = answer_examples(
             engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
         )
-    rollouts = gather_object(rollouts)
+    rollouts = gather(rollouts)
     summary = summarize(rollouts)
     if skipped_anywhere := sum(gather_object([len(skipped)])):
         summary["skipped_over_budget"] = skipped_anywhere

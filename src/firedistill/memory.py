@@ -42,6 +42,16 @@ SMALLER_MICRO_BATCHES = (
 )
 
 
+def held_memory(device: torch.device) -> int | None:
+    """Bytes that this process holds: at most so far on an accelerator, at present in the machine's memory. None if that is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return None
+
+
 class OutOfMemory(ValueError):
     """Not even the smallest batch fits into memory; the message says which settings to change."""
 
@@ -131,7 +141,6 @@ def free_memory(device: torch.device) -> float | None:
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        own_pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
         return None
-    return int(available[1]) * 1024 + own_pages * mmap.PAGESIZE if available else None
+    return int(available[1]) * 1024 + (held_memory(device) or 0) if available else None

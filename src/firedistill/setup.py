@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -17,6 +17,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.memory import LOADING, explained_memory
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
+from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
@@ -81,7 +82,10 @@ def load_setup(
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
     if model is None or isinstance(model, str):
-        model, tokenizer = load_model_and_tokenizer(model or args.model, dtype=args.model_dtype, quantization=args.quantization)
+        sharding = sharding_of(args)
+        model, tokenizer = load_model_and_tokenizer(
+            model or args.model, dtype=args.model_dtype, quantization=args.quantization, distributed_config=sharding
+        )
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     if args.checkpoint_sampling:
@@ -96,6 +100,8 @@ def load_setup(
     sort_targets(cast(PeftModel, model))
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
+    if lockstep(model) is not None:
+        limit_waiting(model, args.ddp_timeout)
 
     if train_examples is not None:
         train_examples = read_examples(train_examples, "train_examples")
@@ -121,6 +127,24 @@ def load_setup(
         train_examples=train_examples,
         eval_examples=eval_examples,
     )
+
+
+def sharding_of(args: SelfDistillConfig) -> Any:
+    """How the base model is spread over processes, or None if every process holds all of it; raises ValueError if it cannot be."""
+    if args.fsdp_size in (None, 1):
+        if args.dp_replicate_size is not None:
+            raise ValueError(
+                "dp_replicate_size is the number of copies of a base model that is spread over processes: set fsdp_size too"
+            )
+        return None
+    for name in ("quantization", "fsdp", "deepspeed"):
+        if value := getattr(args, name):
+            raise ValueError(
+                f"{name} ({value}) cannot be combined with fsdp_size, which shards the base model by itself: use one of them"
+            )
+    if "lm_head" in args.lora_target_modules:
+        raise ValueError("lora_target_modules names lm_head, which is not sharded with an adapter: leave it or fsdp_size out")
+    return distributed_config(args.fsdp_size, args.dp_replicate_size, args.world_size)
 
 
 def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> PeftModel:

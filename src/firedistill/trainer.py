@@ -43,8 +43,11 @@ from firedistill.memory import (
     SMALLER_ROLLOUTS,
     BatchLimit,
     explained_memory,
+    held_memory,
 )
 from firedistill.metrics import Metrics, over_processes, synchronize
+from firedistill.models.lora import trained_parameters
+from firedistill.models.sharding import gather, lockstep, wait_for_processes
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
@@ -162,15 +165,15 @@ class SelfDistillTrainer(ResumableTrainer):
             )
         if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
             raise ValueError(
-                "FSDP and ZeRO-3 are not supported: the EMA teacher and the head read whole weights. Every process needs a whole base "
-                "model: use DDP (torchrun), quantization nf4 for large ones, or DeepSpeed up to ZeRO-2"
+                "accelerate's FSDP and DeepSpeed's ZeRO-3 are not supported, because they shard the adapter with the base model. Use "
+                "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
             )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
         for unwanted in (ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
         self.trackers = guard_trackers(self.callback_handler.callbacks)
 
-        adjustable = not self.sharded
+        adjustable = not self.sharded and lockstep(self.model) is None
         self.limits = {
             "rollouts": BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS, adjustable=adjustable),
             "evaluation": BatchLimit(args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable),
@@ -231,6 +234,7 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         prepared, diagnostics = self.objective.prepare(step)
         self.teacher.forget()
+        wait_for_processes(self.model)
         metrics.merge([sampled, selection.metrics, step.metrics, diagnostics])
 
         *earlier, last = plan_updates(
@@ -281,7 +285,9 @@ class SelfDistillTrainer(ResumableTrainer):
         record = self.record
         if not inputs:
             # Every rank and micro-batch takes part in the backward pass, with a gradient of zero.
-            return 0.0 * last_hidden_states(model, torch.zeros((1, 1), dtype=torch.long, device=self.args.device)).float().sum()
+            states = last_hidden_states(model, torch.zeros((1, 1), dtype=torch.long, device=self.args.device))
+            wait_for_processes(self.model)
+            return 0.0 * states.float().sum()
         rollouts, prepared = [rollout for rollout, _ in inputs], [entry for _, entry in inputs]
         record.uids += [rollout.example.uid for rollout in rollouts]
         student = score_responses(model, [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts])
@@ -301,6 +307,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.teacher.forget()
         if not record.grad_norms:  # the student is still the one that was handed over
             metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
+        wait_for_processes(self.model)
         loss = loss * self.args.world_size  # distributed wrappers average over processes, but the shares add up
         record.loss += loss.detach()
         record.metrics.merge([metrics])
@@ -382,15 +389,16 @@ class SelfDistillTrainer(ResumableTrainer):
                 limit.halved = 0
         seconds = metrics.seconds
         seconds["seconds_update"] = total - seconds["seconds_rollout"] - seconds.get("seconds_score", 0.0)
-        ranks = gather_object([(metrics.on_host(), float(record.loss))])
-        row = over_processes(of_rank for of_rank, _ in ranks).row()
+        held = held_memory(self.args.device) if lockstep(self.model) is not None else None
+        ranks = gather_object([(metrics.on_host(), float(record.loss), held)])
+        row = over_processes(of_rank for of_rank, _, _ in ranks).row()
         naive, read = row.pop("naive_teacher_tokens", 0), row.pop("teacher_tokens", 0)
         norms = record.grad_norms
         self.counters["cumulative_generated_tokens"] += row["generated_tokens"]
         self.counters["cumulative_train_seconds"] += total
         self.last_metrics = {
             "step": self.state.global_step,
-            "loss": sum(loss for _, loss in ranks) / len(ranks) / len(norms),
+            "loss": sum(loss for _, loss, _ in ranks) / len(ranks) / len(norms),
             "grad_norm": statistics.fmean(norms),
             **({"grad_norm_max": max(norms), "updates": len(norms)} if len(norms) > 1 else {}),
             "learning_rate": record.learning_rate,
@@ -400,6 +408,7 @@ class SelfDistillTrainer(ResumableTrainer):
             "teacher_tokens": read,
             "teacher_tokens_saved": naive - read,
             **row,
+            **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
             "ema_distance": self.teacher.weights.distance(),
             "skipped_update": record.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
@@ -435,7 +444,13 @@ class SelfDistillTrainer(ResumableTrainer):
         self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
         rollouts, summary = evaluate(
-            self.eval_engine, self.task, self.encoder, examples, self.args, progress=partial(self.on_progress, "evaluation")
+            self.eval_engine,
+            self.task,
+            self.encoder,
+            examples,
+            self.args,
+            progress=partial(self.on_progress, "evaluation"),
+            gather=partial(gather, self.model),
         )
         metrics_of(self.eval_engine)  # not of a training step
         step = self.state.global_step
@@ -473,6 +488,7 @@ class SelfDistillTrainer(ResumableTrainer):
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
             if step == 0:
                 self.save_attributions(step)
+        wait_for_processes(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -495,6 +511,7 @@ class SelfDistillTrainer(ResumableTrainer):
             self.save_attributions(self.state.global_step)
             if self.args.push_to_hub:
                 self.push(folder / "adapter")
+        wait_for_processes(self.model)
 
     def write_adapter(self, target: Path) -> None:
         with written_whole(target) as unfinished:
@@ -544,6 +561,7 @@ class SelfDistillTrainer(ResumableTrainer):
         """Adapter and tokenizer. Embeddings are never trained here, so PEFT need not ask the hub whether they have grown."""
         if self.args.should_save:
             assert output_dir is not None  # `save_model` names the run directory itself
+            state_dict = state_dict or trained_parameters(self.model)
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
 

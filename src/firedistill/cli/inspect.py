@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from firedistill.cli.console import accuracy_line
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
+from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import shown_prompt, teacher_messages
@@ -54,14 +56,16 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     setup = setup_for(arguments)
-    limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS)
+    adjustable = lockstep(setup.model) is None
+    limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
     with console.status("evaluating") as status:
 
         def show(done: int, total: int) -> None:
             status.update(f"evaluation {done}/{total}")
 
-        _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, setup.args, show)
+        every = partial(gather, setup.model)
+        _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, setup.args, show, every)
     if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
     console.print(accuracy_line(summary, prefix=""))

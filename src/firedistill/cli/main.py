@@ -46,6 +46,11 @@ COMMANDS = {
 PRINTING_COMMANDS = {"eval", "inspect"}
 PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--status", "--dry-run", "--dry_run"}
 
+LOST = (
+    "another process of this run has ended, or has not answered within ddp_timeout; see its message. The same command continues from "
+    "the last checkpoint"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for a user's mistake, reported in one line.
@@ -86,14 +91,22 @@ def run(arguments: Sequence[str]) -> int:
             f"{of_rank()}stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"
         )
         return 130
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
         # A user's mistake is a ValueError with a message that says so, a file that cannot be used, or a package that is not installed.
         # Other errors keep their traceback.
-        if os.environ.get("FIREDISTILL_TRACEBACK"):
+        lost = is_lost_process(error)
+        if os.environ.get("FIREDISTILL_TRACEBACK") or (isinstance(error, RuntimeError) and not lost):
             raise
-        message = visible(" ".join(f"{of_rank()}firedistill {parsed.command}: {error}".split()))
+        text = f"{LOST} ({str(error)[:300]})" if lost else str(error)
+        message = visible(" ".join(f"{of_rank()}firedistill {parsed.command}: {text}".split()))
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether an error says that another process of the run has ended or does not answer: gloo's are known by their text only."""
+    distributed = "DistError" in {kind.__name__ for kind in type(error).__mro__}
+    return distributed or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def load_command(name: str) -> Callable[[Sequence[str], Console], int]:

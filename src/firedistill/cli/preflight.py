@@ -22,6 +22,7 @@ import torch
 
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
+from firedistill.models.sharding import local
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
 from firedistill.objectives import load_objective
@@ -439,7 +440,7 @@ def memory_estimate(setup: Setup) -> dict[str, float]:
     args, model = setup.args, unwrap(setup.model)
     config = model.config.get_text_config()
     trainable = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
-    frozen = sum(p.nbytes for p in setup.model.parameters() if not p.requires_grad)
+    frozen = sum(local(p).nbytes for p in setup.model.parameters() if not p.requires_grad)
     width = 4 if args.model_dtype == "float32" else 2
     layers, hidden = config.num_hidden_layers, config.hidden_size
     block = 10 * hidden + 3 * (getattr(config, "intermediate_size", None) or 4 * hidden)  # numbers per token within a block

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
 from firedistill.models.errors import NO_WEIGHTS, ModelError
+from firedistill.models.sharding import local
 
 
 def check_folder(folder: Path, name: str) -> None:
@@ -103,6 +104,7 @@ def check_weights(model: PreTrainedModel, found: Mapping[str, Any], name: str) -
             f"{name} does not fit its config.json: {wrong[0][0]} has shape {list(wrong[0][1])}, not {list(wrong[0][2])}"
         )
     for key, tensor in model.state_dict().items():
+        tensor = local(tensor)
         wide = (
             tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
         )  # PyTorch has no order of 8-bit numbers

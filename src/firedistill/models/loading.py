@@ -86,6 +86,7 @@ def load_model_and_tokenizer(
     quantization: str | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
+    distributed_config: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its chat tokenizer.
 
@@ -95,6 +96,7 @@ def load_model_and_tokenizer(
         quantization: "nf4" keeps the linear layers in 4 bits (NF4, double quantisation; needs `bitsandbytes`).
         attn_implementation: passed to transformers ("sdpa", "eager", "flash_attention_2", ...); None is its default.
         revision: branch, tag or commit on the hub; ignored for folders.
+        distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.
 
     Returns:
         The model, in evaluation mode, on the device where transformers puts it, and the tokenizer, padding on the left.
@@ -111,6 +113,8 @@ def load_model_and_tokenizer(
         options["quantization_config"] = _quantization_config(quantization, dtype)
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    if distributed_config is not None:
+        options["distributed_config"] = distributed_config
 
     source = resolve_model(name)
     on_hub = not Path(source).is_dir()

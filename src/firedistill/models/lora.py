@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
+from firedistill.models.sharding import shown_whole
 
 FACTORS = "adapter_model.safetensors"
 
@@ -111,8 +112,15 @@ def read_factors(file: Path, expected: Mapping[str, Sequence[int]]) -> dict[str,
 
 def factor_shapes(model: PeftModel) -> dict[str, Sequence[int]]:
     """Shapes of the tensors that `save_pretrained` writes for the active adapter, by their names in the file."""
-    saved = get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
+    saved = get_peft_model_state_dict(
+        model, trained_parameters(model), adapter_name=model.active_adapters[0], save_embedding_layers=False
+    )
     return {name: tensor.shape for name, tensor in saved.items()}
+
+
+def trained_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The trainable parameters by name. From a `state_dict`, peft would gather a base model that is spread over processes."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def sort_targets(model: PeftModel) -> PeftModel:
@@ -124,7 +132,9 @@ def sort_targets(model: PeftModel) -> PeftModel:
 
 
 def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    return sort_targets(cast(PeftModel, get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))))
+    with shown_whole(model):
+        adapted = get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))
+    return sort_targets(cast(PeftModel, adapted))
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, Any]:

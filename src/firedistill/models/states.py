@@ -92,8 +92,24 @@ def forward_batches(lengths: Sequence[int], max_tokens: int | None) -> list[rang
 def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
     """`[B, T, H]` states after the final norm, before the head; goes through the model's distributed wrapper if it has one."""
     causal_lm = unwrap(model)
-    with rerouted_forward(model, lambda ids: causal_lm.base_model(input_ids=ids, use_cache=False).last_hidden_state) as forward:
+    with rerouted_forward(model, lambda ids: trunk_states(causal_lm, input_ids=ids, use_cache=False)) as forward:
         return forward(input_ids)
+
+
+def trunk_states(causal_lm: PreTrainedModel, **inputs: Any) -> Tensor:
+    """`[B, T, H]` states after the final norm for the inputs of a forward pass."""
+    if not is_sharded(causal_lm):
+        return causal_lm.base_model(**inputs).last_hidden_state
+    # Only the forward pass of the whole model gathers the weights of all layers. It projects a single token.
+    states: list[Tensor] = []
+    with causal_lm.base_model.register_forward_hook(lambda module, args, output: states.append(output.last_hidden_state)):
+        causal_lm(**inputs, logits_to_keep=1)
+    return states[0]
+
+
+def is_sharded(causal_lm: nn.Module) -> bool:
+    """Whether `transformers` has spread the weights over processes while loading; see `firedistill.models.sharding`."""
+    return getattr(causal_lm, "is_distributed_loading_by_transformers", False)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from firedistill.metrics import Metrics
+from firedistill.models.sharding import gather
 from firedistill.models.states import ResponseStates, inference_mode, score_responses
 from firedistill.objectives.distributions import log_softmax
 from firedistill.ops.head import Head, TokenLoss, chunked_token_loss, chunks
@@ -58,11 +58,11 @@ class Step:
 
     def sum_over_processes(self, value: float) -> float:
         """The sum over all processes; every process must call it."""
-        return sum(gather_object([value]))
+        return sum(gather(self.model, [value]))
 
     def max_over_processes(self, value: float) -> float:
         """The maximum over all processes; every process must call it."""
-        return max(gather_object([value]))
+        return max(gather(self.model, [value]))
 
 
 @dataclass

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from firedistill.models.sharding import lockstep
 from firedistill.models.states import inference_mode, last_hidden_states, unwrap
 
 if TYPE_CHECKING:
@@ -58,13 +59,16 @@ class Head(nn.Module):
         if getattr(config, "logits_scaling", None):
             scale = 1.0 / config.logits_scaling
         softcap = getattr(config, "final_logit_softcapping", None)
+        if steps := lockstep(causal_lm):
+            return cls.of_weight(**steps.head, softcap=softcap, scale=scale, temperature=temperature)
         return cls(causal_lm.get_output_embeddings(), softcap=softcap, scale=scale, temperature=temperature, override=override)
 
     @classmethod
-    def of_weight(cls, weight: Tensor, **settings: Any) -> Head:
-        """The head of an output embedding `[V, H]` without bias, which may be part of a graph; `settings` as in the constructor."""
+    def of_weight(cls, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Head:
+        """The head of an output embedding `[V, H]`, which may be part of a graph; `settings` as in the constructor."""
         vocabulary_size, width = weight.shape
-        return cls(nn.Linear(width, vocabulary_size, bias=False, device="meta"), override={"weight": weight}, **settings)
+        projection = nn.Linear(width, vocabulary_size, bias=bias is not None, device="meta")
+        return cls(projection, override={"weight": weight} | ({} if bias is None else {"bias": bias}), **settings)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` hidden states to `[..., V]` float32 logits (float64 for a float64 head)."""

@@ -135,7 +135,10 @@ class HFRolloutEngine:
         attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
         model: Any = self.model  # only the model's own class is known to generate
         output = model.generate(
-            input_ids=input_ids, attention_mask=attention_mask, generation_config=self._generation_config(sampling)
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=self._generation_config(sampling),
+            synced_gpus=False,  # a sharded model keeps step by itself
         )
         return output[:, width:].tolist()
 

@@ -46,7 +46,7 @@ def check_adapter(model: PeftModel) -> None:
     ]
     mergeable = {id(layer) for _, _, layer in mergeable_layers(model)}
     if any(isinstance(module, lora.LoraLayer) and id(module) not in mergeable for module in model.modules()):
-        wrong.append("layers that are quantized or not linear")
+        wrong.append("layers that are quantized, sharded or not linear")
     if wrong:
         raise AdapterError(
             f"rollouts by vLLM support plain LoRA on unquantized linear layers, this adapter has {', '.join(wrong)}; use --rollouts hf"

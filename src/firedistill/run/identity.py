@@ -22,6 +22,7 @@ from torch import nn
 
 from firedistill.coerce import read_yaml
 from firedistill.config import SelfDistillConfig, effect
+from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
 from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
@@ -59,11 +60,12 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
 @torch.no_grad()
 def model_fingerprint(model: nn.Module, values: int = 64) -> str:
     """A hash of the frozen parameters' names, shapes and dtypes, and of up to `values` evenly spaced values of each."""
+    reshard(model)  # names and shapes are those of the checkpoint then
     parts: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
-        flat = parameter.detach().reshape(-1)
+        flat = whole(parameter.detach()).reshape(-1)
         sample = flat[:: max(1, flat.numel() // values)][:values]
         sample = sample.cpu() if sample.dtype == torch.uint8 else sample.float().cpu()
         parts.append((name, tuple(parameter.shape), str(parameter.dtype), sample.tolist()))

@@ -22,6 +22,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
 from firedistill.models.errors import ModelError
 from firedistill.models.lora import FACTORS, factor_shapes, read_factors
+from firedistill.models.sharding import lockstep
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.directory import FINISHED, RunLock, mark_finished, remove, remove_run
@@ -59,7 +60,11 @@ class ResumableTrainer(Trainer):
     lock: RunLock | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
+        settings = kwargs["args"]
+        # Trainer refuses checkpoints next to a sharded base. Here adapter and optimizer are whole on every process.
+        settings.save_only_model = lockstep(kwargs["model"]) is not None
         super().__init__(*args, **kwargs)
+        settings.save_only_model = False
         self._random_state: dict[str, Any] | None = None  # of the checkpoint, until the first step takes it
         self._allowed_changes: dict[str, str] = {}
         self.stop = StopRequest(self)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from firedistill.models.states import unwrap
+from firedistill.models.states import trunk_states, unwrap
 
 # Layers whose cache can be cropped at any position.
 CROPPABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -53,7 +53,7 @@ class PrefixCache:
         if shared < len(self.ids):
             self.cache.crop(shared - len(self.ids))  # a negative number is the tokens to remove
         rest = torch.tensor([ids[shared:]], device=next(self.causal_lm.parameters()).device)
-        states = self.causal_lm.base_model(input_ids=rest, past_key_values=self.cache, use_cache=True).last_hidden_state
+        states = trunk_states(self.causal_lm, input_ids=rest, past_key_values=self.cache, use_cache=True)
         self.ids, self.first = ids, self.first or ids
         self.tokens += rest.shape[1]
         start = len(prompt) - 1 - shared
