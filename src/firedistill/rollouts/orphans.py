@@ -9,19 +9,16 @@ import os
 import threading
 import time
 
-TRAINER = "FIREDISTILL_TRAINER"
+STARTED_BY_TRAINER = "FIREDISTILL_ROLLOUTS"
 
 
-def end_with_trainer() -> None:
-    """Watch the process that `TRAINER` names in the environment; does nothing in processes of other programs."""
-    if process := os.environ.get(TRAINER, ""):
-        threading.Thread(target=_watch, args=(int(process),), name="trainer watch", daemon=True).start()
+def end_with_parent() -> None:
+    """End this process when its parent has ended, if a trainer has set `STARTED_BY_TRAINER` in the environment."""
+    if STARTED_BY_TRAINER in os.environ:
+        threading.Thread(target=_watch, args=(os.getppid(),), name="parent watch", daemon=True).start()
 
 
-def _watch(process: int) -> None:
-    while True:
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
         time.sleep(1.0)
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            os._exit(1)
+    os._exit(1)

@@ -34,7 +34,7 @@ from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
 from firedistill.rollout import Response, Sampling
 from firedistill.rollouts.hf import stop_token_ids
-from firedistill.rollouts.orphans import TRAINER
+from firedistill.rollouts.orphans import STARTED_BY_TRAINER
 from firedistill.rollouts.weights import (
     AdapterError,
     base_checkpoint,
@@ -351,7 +351,7 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
     for name in [name for name in os.environ if name in LAUNCHER or name.startswith(("TORCHELASTIC_", "ACCELERATE_"))]:
         del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
-    os.environ[TRAINER] = str(os.getpid())
+    os.environ[STARTED_BY_TRAINER] = "1"
     if device.type == "cuda":
         visible = saved.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = device.index or 0
