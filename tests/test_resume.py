@@ -235,7 +235,15 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
     assert found["seed"] == "seed was 0, is 'other'"
     assert settings.keys() - found.keys() == {
         *("model", "initial_adapter", "data_dir", "output_dir", "project", "report_to", "use_cpu", "task_timeout"),
-        *("eval_steps", "eval_batch_size", "save_steps", "save_total_limit", "log_rollouts", "attribution_examples"),
+        *(
+            "eval_steps",
+            "eval_batch_size",
+            "save_steps",
+            "save_total_limit",
+            "log_rollouts",
+            "attribution_examples",
+            "dp_replicate_size",
+        ),
     }
     effects = {
         name: effect(name) for name in ("model", "rollout_batch_size", "eval_steps", "run_name", "ddp_timeout", "unheard_of")

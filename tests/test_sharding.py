@@ -30,7 +30,7 @@ from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from killable import without_times
 from test_distributed import torchrun, wait_for
-from tiny import ToyTask, random_model, run_config, save_checkpoint
+from tiny import ToyTask, byte_tokenizer, random_model, run_config, save_checkpoint
 
 TESTS = Path(__file__).parent
 WORKER = str(TESTS / "sharded_worker.py")
@@ -221,6 +221,11 @@ def test_settings_are_refused_before_anything_is_loaded(changes, message, tmp_pa
     monkeypatch.setattr("firedistill.setup.load_model_and_tokenizer", lambda *args, **kwargs: pytest.fail("loaded"))
     with pytest.raises(ValueError, match=message):
         SelfDistillTrainer(args=run_config("no-model", tmp_path, **changes), task=ToyTask())
+
+
+def test_a_loaded_model_is_not_sharded_afterwards(tmp_path):
+    with pytest.raises(ValueError, match="fsdp_size is 2, but the model is an object that is loaded already: pass its name"):
+        SelfDistillTrainer(random_model(), run_config("", tmp_path, fsdp_size=2), ToyTask(), processing_class=byte_tokenizer())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from firedistill.memory import LOADING, explained_memory
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
+from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
@@ -85,6 +86,10 @@ def load_setup(
         sharding = sharding_of(args)
         model, tokenizer = load_model_and_tokenizer(
             model or args.model, dtype=args.model_dtype, quantization=args.quantization, distributed_config=sharding
+        )
+    elif args.fsdp_size not in (None, 1) and not is_sharded(unwrap(model)):
+        raise ValueError(
+            f"fsdp_size is {args.fsdp_size}, but the model is an object that is loaded already: pass its name instead"
         )
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
