@@ -187,8 +187,12 @@ def test_ctrl_c_is_nobodys_verdict():
             signal.raise_signal(signal.SIGINT)
             return super().verify(example, response)
 
-    with pytest.raises(KeyboardInterrupt):
-        GuardedTask(Interrupted(), 5).verify(ToyTask().examples("train", 1)[0], "ab")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for commands in the background
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            GuardedTask(Interrupted(), 5).verify(ToyTask().examples("train", 1)[0], "ab")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Careless(ToyTask):

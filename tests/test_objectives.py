@@ -179,7 +179,7 @@ def test_two_processes_add_up_to_one(name, case, first, monkeypatch):
     trained, exchange = world.trained(objective), Exchange(2)
     halves = [[row for row in trained if (world.rollouts[row].prompt_index in first) == own] for own in (True, False)]
     world.prepared.clear()
-    monkeypatch.setattr(batches, "gather_object", exchange.gather)
+    monkeypatch.setattr(batches, "gather", lambda model, values: exchange.gather(values))
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rows: world.prepare(objective, rows), halves))
     parts = [world.backward(objective, [rows], **method.batch) for rows in halves]

@@ -243,6 +243,7 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "log_rollouts",
             "attribution_examples",
             "dp_replicate_size",
+            "rollout_servers",
         ),
     }
     effects = {
@@ -347,16 +348,20 @@ def test_a_signal_ends_the_step_with_a_checkpoint_and_the_rest_follows(number, s
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"])
 def test_a_closed_terminal_and_the_warning_of_a_batch_system_leave_a_checkpoint(name, model, tmp_path):
     number = getattr(signal, name)
-    t = interrupted(model, tmp_path / "run", 1, lambda: os.kill(os.getpid(), number))
-    assert t.stop.name == name and newest_checkpoint(tmp_path / "run").name == "checkpoint-1"
-    assert signal.getsignal(number) is signal.SIG_DFL, "the handlers are restored"
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        t = interrupted(model, tmp_path / "run", 1, lambda: os.kill(os.getpid(), number))
+        assert t.stop.name == name and newest_checkpoint(tmp_path / "run").name == "checkpoint-1"
+        assert signal.getsignal(number) is signal.SIG_DFL, "the handlers are restored"
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX")
 def test_an_ignored_signal_stays_ignored(model, tmp_path):
     """As under nohup, and for a task with a handler of its own."""
     seen = []
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
 
@@ -366,7 +371,7 @@ def test_an_ignored_signal_stays_ignored(model, tmp_path):
 
         t = interrupted(model, tmp_path / "run", 1, both)
     finally:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, hangup)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert t.state.global_step == 4 and t.stop.signal is None and seen == [signal.SIGUSR1]
 
