@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -179,7 +179,7 @@ class ResumableTrainer(Trainer):
         optimizer_state, schedule_state = (checkpoints.load_state(checkpoint, name) for name in ("optimizer", "scheduler"))
         try:
             check_optimizer_state(optimizer_state, self.optimizer)
-            if {k: type(v) for k, v in schedule_state.items()} != {k: type(v) for k, v in scheduler.state_dict().items()}:
+            if not same_structure(schedule_state, scheduler.state_dict()):
                 raise ValueError("the state of the schedule has other entries")
             self.optimizer.load_state_dict(optimizer_state)
             scheduler.load_state_dict(schedule_state)
@@ -365,10 +365,27 @@ class ResumableTrainer(Trainer):
         checkpoints.save_state(self.lr_scheduler.state_dict(), output_dir, "scheduler")
 
 
+def same_structure(stored: Any, present: Any) -> bool:
+    """Whether nested mappings and sequences have the same keys and lengths, and values of the same kind."""
+    if isinstance(present, Mapping):
+        return (
+            isinstance(stored, Mapping)
+            and stored.keys() == present.keys()
+            and all(same_structure(stored[key], present[key]) for key in present)
+        )
+    if isinstance(present, list | tuple):
+        same = type(stored) is type(present) and len(stored) == len(present)
+        return same and all(map(same_structure, stored, present))
+    if isinstance(present, int | float) and not isinstance(present, bool):
+        return isinstance(stored, int | float) and not isinstance(stored, bool)
+    return stored is None or present is None or type(stored) is type(present)
+
+
 def check_optimizer_state(stored: Any, optimizer: Optimizer) -> None:
     """Raise ValueError if a stored state is not one of this optimizer: the same parameters, and moments of their shapes."""
     present = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in stored["param_groups"]] != [group["params"] for group in present]:
+    same_parameters = [group["params"] for group in stored["param_groups"]] == [group["params"] for group in present]
+    if not (same_parameters and same_structure(stored["param_groups"], present)):
         raise ValueError("it has other groups of parameters")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if stored["state"].keys() not in (set(), set(range(len(parameters)))):
