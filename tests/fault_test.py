@@ -46,7 +46,7 @@ from firedistill.cli import main as cli
 PATIENCE = 90
 """Seconds after which a command counts as a hang."""
 
-LOST = re.compile(r"(\S+: )?(rollouts$|checkpoints \[|only one run has (rollouts|checkpoint-))")
+LOST = re.compile(r"(\S+: )?(rollouts$|checkpoints \[|only one run has (rollouts|checkpoint-|attribution/|curves\.png))")
 """Differences that are allowed where the log says that something could not be written."""
 
 DATE = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?")
@@ -199,7 +199,8 @@ class Faults:
         """
         if (self.whole / "run").is_dir() and self.kind not in ("report", "inspect", "eval"):
             found = differences(self.kind, self.whole / "run", self.work / "run")
-            return [text for text in found if not (LOST.match(text) and "could not be written" in said)]
+            told = "could not be written" in said or "is missing" in said
+            return [text for text in found if not (LOST.match(text) and told)]
         changed = different_files(self.whole, self.work)
         return changed + ["output"] * (self.text() != self.output)
 
