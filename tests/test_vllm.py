@@ -30,10 +30,11 @@ from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
 from firedistill.rollout import Response, Rollout, Sampling
-from firedistill.rollouts import load, server, vllm, weights
+from firedistill.rollouts import load, server, weights
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
 from firedistill.rollouts.server import VLLMServerEngine
-from firedistill.rollouts.vllm import RolloutError, VLLMEngine, check_requests, environment_of_engine, prompt_seed
+from firedistill.rollouts.vllm import VLLMEngine, environment_of_engine
 from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
 from firedistill.run.log import read_jsonl
 from firedistill.step import engine_gap
@@ -431,14 +432,14 @@ def test_the_gap_is_the_engines_log_probability_minus_the_students(model):
     assert engine_gap(states, [rollout(ids, None), rollout(ids[:2], None)], head).numel() == 0
 
 
-def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path, monkeypatch):
+def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path, monkeypatch, caplog):
     args = run_config(folder, tmp_path, rollouts="auto")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     assert load.choose_engine(model, args) == "vllm"
     monkeypatch.setattr(load, "free_memory", lambda device: 1000)
-    assert load.choose_engine(model, args) == "hf"
+    assert load.choose_engine(model, args) == "hf" and "0.0 GB are free" in caplog.text
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
-    assert load.choose_engine(model, args) == "hf"
+    assert load.choose_engine(model, args) == "hf" and "vLLM is not installed" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -568,7 +569,7 @@ class TestRealEngine:
     def test_a_limit_of_zero(self, engine):
         responses = engine.generate(PROMPTS, GREEDY, 0, limits=[0, 3, 12])
         assert [len(r.token_ids) for r in responses[:2]] == [0, 3] and responses[0].log_probs is None
-        assert vllm.VERSIONS == 2
+        assert VERSIONS == 2
 
 
 class TestRealServer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from peft import PeftModel
@@ -71,13 +72,23 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
             reason = (
                 f"two copies of the model and vLLM's cache take about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             )
-    logger.info("rollouts by %s", "vLLM" if reason is None else f"the student itself: {reason}")
+    if reason is not None:
+        logger.warning("--rollouts auto: the student samples, not vLLM: %s", reason)
     return "vllm" if reason is None else "hf"
 
 
 def metrics_of(engine: RolloutEngine) -> Metrics:
     """What an engine has measured since the last call; nothing for engines that measure nothing."""
     return getattr(engine, "take_metrics", Metrics)()
+
+
+@contextmanager
+def in_use(engine: RolloutEngine) -> Iterator[None]:
+    """Close the engine at the end."""
+    try:
+        yield
+    finally:
+        close(engine)
 
 
 def close(engine: RolloutEngine) -> None:

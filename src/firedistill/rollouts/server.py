@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +24,8 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from firedistill.metrics import Metrics
-from firedistill.models.states import unwrap
-from firedistill.rollout import Response, Sampling
-from firedistill.rollouts.hf import stop_token_ids
-from firedistill.rollouts.vllm import VERSIONS, RolloutError, check_requests, prompt_seed, request_parameters, response_of
-from firedistill.rollouts.weights import check_adapter, version_of, write_adapter
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
+from firedistill.rollouts.weights import version_of, write_adapter
 
 RETRY_AFTER = 1.0
 
@@ -42,20 +38,15 @@ class Refusal(ValueError):
         self.status = status
 
 
-class VLLMServerEngine:
-    """A `RolloutEngine` on one or more vLLM servers.
+class VLLMServerEngine(RemoteEngine):
+    """An engine on one or more vLLM servers.
 
     Args:
-        model: the student, with one plain LoRA adapter.
-        tokenizer: decodes the responses.
+        model, tokenizer, context: see `RemoteEngine`.
         servers: their addresses, `http://host:port`.
         folder: where adapters are written; every server reads the same path.
-        context: the largest number of tokens of prompt and response.
         sequences: requests at the same time per server.
         patience: seconds for which a server that fails is retried.
-
-    Attributes:
-        metrics: seconds of exporting weights, loading them and sampling, since `take_metrics`.
     """
 
     def __init__(
@@ -69,59 +60,26 @@ class VLLMServerEngine:
         sequences: int = 32,
         patience: float = 600.0,
     ):
-        check_adapter(model)
-        self.model, self.tokenizer, self.servers, self.folder = model, tokenizer, [url.rstrip("/") for url in servers], folder
-        self.context, self.sequences, self.patience = context, sequences, patience
-        self.stop_ids = stop_token_ids(model, tokenizer)
-        self.vocabulary = unwrap(model).config.get_text_config().vocab_size
+        super().__init__(model, tokenizer, context=context, sequences=sequences)
+        self.servers, self.folder, self.patience = [url.rstrip("/") for url in servers], folder, patience
         self.run = uuid.uuid4().hex[:12]  # names of two runs never collide on a server
         self.versions: list[str] = []  # those whose folders exist, oldest first
-        self.metrics = Metrics()
         self.checked = False
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        seed: int,
-        progress: Callable[[int], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Response]:
-        """One response per prompt, in order, with the log-probabilities of its tokens.
-
-        Raises:
-            ValueError: a request that vLLM would change or not survive.
-            RolloutError: a server does not answer within `patience`, or refuses the adapter or a request.
-        """
-        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
-        check_requests(prompts, sampling, limits, self.context, self.vocabulary)
-        wanted = [index for index, limit in enumerate(limits) if limit > 0]
-        responses = [Response([], "", finished=False) for _ in prompts]
+    def _sample(self, requests: Sequence[Request]) -> Iterable[tuple[Request, list[int], list[float]]]:
         if not self.checked:
             self._check_servers()
         version = self._hand_over()
-        done = len(prompts) - len(wanted)
 
-        def complete(position: int, index: int) -> tuple[int, Response]:
+        def complete(position: int, request: Request) -> tuple[Request, list[int], list[float]]:
             server = self.servers[position % len(self.servers)]
-            body = request_parameters(sampling, limits[index], prompt_seed(seed, index), self.stop_ids)
-            return index, self._complete(server, version, {**body, "prompt": prompts[index]})
+            return request, *self._complete(server, version, {**request.parameters, "prompt": request.prompt})
 
         with (
             self.metrics.timed("seconds_sampling", self.model.device),
             ThreadPoolExecutor(self.sequences * len(self.servers)) as pool,
         ):
-            for index, response in pool.map(complete, range(len(wanted)), wanted):
-                responses[index] = response
-                done += 1
-                if progress is not None:
-                    progress(done)
-        return responses
-
-    def take_metrics(self) -> Metrics:
-        """The metrics since the last call."""
-        metrics, self.metrics = self.metrics, Metrics()
-        return metrics
+            yield from pool.map(complete, range(len(requests)), requests)
 
     def close(self) -> None:
         """Take the adapters from the servers and remove their folders."""
@@ -174,8 +132,8 @@ class VLLMServerEngine:
                 )
         self.checked = True
 
-    def _complete(self, server: str, version: str, body: dict[str, Any]) -> Response:
-        """One response; a server that has lost the adapter gets it again, once."""
+    def _complete(self, server: str, version: str, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """Token ids and log-probabilities of one response; a server that has lost the adapter gets it again, once."""
         request = {**body, "model": version, "return_token_ids": True, "skip_special_tokens": False}
         try:
             answer = self._post(server, "/v1/completions", request)
@@ -200,7 +158,7 @@ class VLLMServerEngine:
             raise RolloutError(
                 f"{server} answered with {len(ids)} tokens and {len(log_probs)} log-probabilities, limit {body['max_tokens']}"
             )
-        return response_of(ids, log_probs, self.stop_ids, self.tokenizer)
+        return ids, log_probs
 
     def _post(self, server: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         """A request that is repeated while the server does not answer or has an internal error."""

@@ -6,12 +6,11 @@ The student's weights are handed over once per version (`weights.py`), in one of
 - `merged`: as projections `W + s B A` that replace those of the running engine, whose prefix cache is then reset. For CPUs, where
   vLLM's kernels for adapters are slower than plain products.
 
-vLLM cuts, rounds or crashes on some requests; `check_requests` refuses them.
+`remote.py` refuses requests that vLLM cuts, rounds or does not survive.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import multiprocessing
 import os
@@ -19,7 +18,7 @@ import shutil
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
@@ -28,17 +27,13 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedTokenizerBase
 
-from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
-from firedistill.rollout import Response, Sampling
-from firedistill.rollouts.hf import stop_token_ids
 from firedistill.rollouts.orphans import STARTED_BY_TRAINER
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
 from firedistill.rollouts.weights import (
     AdapterError,
     base_checkpoint,
-    check_adapter,
     scratch_folder,
     version_of,
     write_adapter,
@@ -47,7 +42,6 @@ from firedistill.rollouts.weights import (
 from firedistill.run.checkpoints import random_state, restore_random_state
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as the largest rank
-VERSIONS = 2  # adapters that vLLM keeps: the student's and the teacher's
 # What a launcher sets for the trainer's own processes, which would make vLLM join them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = {
@@ -61,102 +55,54 @@ NOT_FOR_THE_ENGINE = [
 ]
 
 
-class RolloutError(OSError):
-    """An engine in another process that failed; the run resumes from its last checkpoint."""
-
-
-class VLLMEngine:
+class VLLMEngine(RemoteEngine):
     """A `RolloutEngine` on vLLM.
 
     The child process starts with the first call. It ignores Ctrl-C and the other signals that ask the trainer to stop, so that the
     trainer can finish its step. On a GPU it sleeps between calls: its weights move to host memory, its cache is dropped.
 
     Args:
-        model: the student, with one plain LoRA adapter.
-        tokenizer: decodes the responses.
-        context: the largest number of tokens of prompt and response.
-        sequences: responses sampled at the same time.
+        model, tokenizer, context, sequences: see `RemoteEngine`.
         weights: "lora", "merged", or None for merged on a CPU and lora elsewhere.
 
     Attributes:
         starts: number of child processes so far.
-        metrics: seconds of exporting weights, loading them and sampling, since `take_metrics`.
+        adapters: number of adapters that the child processes have loaded.
 
     Raises:
         AdapterError: the adapter is not plain LoRA.
         ImportError: vLLM is not installed.
     """
 
-    def __init__(
-        self,
-        model: PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        context: int,
-        sequences: int = 32,
-        weights: str | None = None,
-    ):
+    def __init__(self, model: PeftModel, *arguments: Any, weights: str | None = None, **options: Any):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError("rollouts by vLLM need the package vllm: pip install 'firedistill[vllm]', or use --rollouts hf")
-        check_adapter(model)
-        self.model, self.tokenizer, self.context, self.sequences = model, tokenizer, context, sequences
+        super().__init__(model, *arguments, **options)
         self.device = model.device
         self.weights = weights or ("merged" if self.device.type == "cpu" else "lora")
-        self.stop_ids = stop_token_ids(model, tokenizer)
-        self.vocabulary = unwrap(model).config.get_text_config().vocab_size
-        self.starts = 0
-        self.metrics = Metrics()
+        self.starts = self.adapters = 0
         self.llm: Any = None
         self.versions: dict[str, Any] = {}  # what the engine has, by version: LoRA requests, or None for merged weights
 
-    def generate(
-        self,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        seed: int,
-        progress: Callable[[int], None] | None = None,
-        limits: Sequence[int] | None = None,
-    ) -> list[Response]:
-        """One response per prompt, in order, with the log-probabilities of its tokens.
+    def _sample(self, requests: Sequence[Request]) -> Iterable[tuple[Request, list[int], list[float]]]:
+        with self._guarded():
+            self._wake()
+            adapter = self._hand_over()
+            from vllm import SamplingParams
 
-        Raises:
-            ValueError: a request that vLLM would change or not survive.
-            RolloutError: the child process died or failed.
-        """
-        limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
-        check_requests(prompts, sampling, limits, self.context, self.vocabulary)
-        wanted = [index for index, limit in enumerate(limits) if limit > 0]
-        responses = [Response([], "", finished=False) for _ in prompts]
-        if wanted:
-            with self._guarded():
-                if self.llm is None:
-                    self._start()
-                elif self.device.type == "cuda":
-                    self._call(self.llm.wake_up)
-                request = self._hand_over()
-                with self.metrics.timed("seconds_sampling", self.device):
-                    outputs = self._call(
-                        self.llm.generate,
-                        [{"prompt_token_ids": prompts[index]} for index in wanted],
-                        [self._parameters(sampling, limits[index], prompt_seed(seed, index)) for index in wanted],
-                        lora_request=request,
-                        use_tqdm=False,
-                    )
-                if self.device.type == "cuda":
-                    self._call(self.llm.sleep, level=1)
-            for index, output in zip(wanted, outputs, strict=True):
-                completion = output.outputs[0]
-                ids = list(completion.token_ids)
-                log_probs = [of_token[token].logprob for token, of_token in zip(ids, completion.logprobs, strict=True)]
-                responses[index] = response_of(ids, log_probs, self.stop_ids, self.tokenizer)
-        if progress is not None:
-            progress(len(prompts))
-        return responses
-
-    def take_metrics(self) -> Metrics:
-        """The metrics since the last call."""
-        metrics, self.metrics = self.metrics, Metrics()
-        return metrics
+            with self.metrics.timed("seconds_sampling", self.device):
+                outputs = self._call(
+                    self.llm.generate,
+                    [{"prompt_token_ids": request.prompt} for request in requests],
+                    [SamplingParams(**request.parameters, detokenize=False) for request in requests],
+                    lora_request=adapter,
+                    use_tqdm=False,
+                )
+            self._sleep()
+        for request, output in zip(requests, outputs, strict=True):
+            completion = output.outputs[0]
+            ids = list(completion.token_ids)
+            yield request, ids, [of_token[token].logprob for token, of_token in zip(ids, completion.logprobs, strict=True)]
 
     def close(self) -> None:
         """End the child process and remove its files."""
@@ -166,6 +112,20 @@ class VLLMEngine:
             self.versions.clear()
 
     # ---- The child process -----------------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        """Start the child process, or load its weights again where it sleeps."""
+        if self.llm is None:
+            self._start()
+        elif self.device.type == "cuda":
+            with self.metrics.timed("seconds_sleep", self.device):
+                self._call(self.llm.wake_up)
+
+    def _sleep(self) -> None:
+        """On a GPU, give its memory to the training step."""
+        if self.device.type == "cuda":
+            with self.metrics.timed("seconds_sleep", self.device):
+                self._call(self.llm.sleep, level=1)
 
     def _start(self) -> None:
         self.scratch = scratch_folder()
@@ -270,8 +230,8 @@ class VLLMEngine:
             else:
                 from vllm.lora.request import LoRARequest
 
-                self.loaded = getattr(self, "loaded", 0) + 1
-                request = LoRARequest(version, self.loaded, str(folder))
+                self.adapters += 1
+                request = LoRARequest(version, self.adapters, str(folder))
                 self._call(self.llm.llm_engine.add_lora, request)
                 self.versions[version] = request
                 while len(self.versions) > VERSIONS:
@@ -280,57 +240,8 @@ class VLLMEngine:
                     shutil.rmtree(oldest.lora_path)
         return self.versions[version]
 
-    def _parameters(self, sampling: Sampling, limit: int, seed: int) -> Any:
-        from vllm import SamplingParams
 
-        return SamplingParams(**request_parameters(sampling, limit, seed, self.stop_ids), detokenize=False)
-
-
-# ---- Requests ----------------------------------------------------------------------------------------------------------------------
-
-
-def check_requests(
-    prompts: Sequence[list[int]], sampling: Sampling, limits: Sequence[int], context: int, vocabulary: int
-) -> None:
-    """Raise ValueError for a request that vLLM would cut, round or not survive."""
-    if 0 < sampling.temperature < 0.01 or sampling.temperature > 2:
-        raise ValueError(f"temperature is {sampling.temperature}: vLLM supports 0 (greedy) and 0.01 to 2; use --rollouts hf")
-    for prompt, limit in zip(prompts, limits, strict=True):
-        if not prompt:
-            raise ValueError("a prompt has no tokens")
-        if len(prompt) + limit > context:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens with up to {limit} new ones exceeds the engine's context of {context}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            raise ValueError(f"a prompt has token ids outside of the vocabulary of {vocabulary}")
-
-
-def prompt_seed(seed: int, index: int) -> int:
-    """31 bits per prompt of a call."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:4]) >> 1
-
-
-def request_parameters(sampling: Sampling, limit: int, seed: int, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """vLLM's sampling parameters of one request, with nothing of the checkpoint's."""
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
-        "top_k": sampling.top_k if sampling.temperature > 0 else 0,
-        "repetition_penalty": sampling.repetition_penalty,
-        "max_tokens": limit,
-        "seed": seed,
-        "stop_token_ids": list(stop_ids),
-        "ignore_eos": True,  # the stop tokens are ours
-        "logprobs": 0,  # of the sampled token, before temperature and truncation
-    }
-
-
-def response_of(
-    ids: list[int], log_probs: list[float], stop_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase
-) -> Response:
-    text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    return Response(ids, text, finished=bool(ids) and ids[-1] in stop_ids, log_probs=log_probs)
+# ---- The environment of the child process -----------------------------------------------------------------------------------------
 
 
 def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -> int:
