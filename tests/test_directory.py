@@ -15,9 +15,9 @@ import pytest
 
 from firedistill.cli.main import main as cli
 from firedistill.run import directory
-from firedistill.run.directory import RunDirectoryError, RunLock, finished_step, is_training, mark_finished, remove_run
+from firedistill.run.directory import RunDirectoryError, RunLock, finished_step, mark_finished, remove_run
 from firedistill.run.log import read_jsonl
-from tiny import run_config, run_trainer
+from tiny import is_training, run_config, run_trainer
 
 HOLDER = """
 import sys, time

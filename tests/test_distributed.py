@@ -18,10 +18,10 @@ import yaml
 import distributed_worker
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.run.checkpoints import CheckpointError
-from firedistill.run.directory import finished_step, is_training
+from firedistill.run.directory import finished_step
 from firedistill.run.log import read_jsonl
 from killable import without_times
-from tiny import ToyTask
+from tiny import ToyTask, is_training
 
 TESTS = Path(__file__).parent
 

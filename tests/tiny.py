@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import torch
@@ -123,3 +124,16 @@ class ToyTask(Task):
             FeedbackField("outcome", f"The length {len(response)} is odd."),
             FeedbackField("hint", "Answers are right when their length is even. " * 2),
         )
+
+
+def is_training(folder: str | Path) -> bool:
+    """Whether another process trains in the run directory; within that process always False."""
+    path = Path(folder) / ".lock"
+    if not path.is_file():
+        return False
+    with path.open("rb+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError | PermissionError)
+    return False

@@ -305,7 +305,8 @@ class SelfDistillTrainer(ResumableTrainer):
         )
         loss, metrics = self.objective.loss(batch)
         self.teacher.forget()
-        if not record.grad_norms:  # the student is still the one that was handed over
+        first = not record.grad_norms  # the student is still the one that was handed over
+        if first and any(rollout.response.log_probs for rollout in rollouts):
             metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
         wait_for_processes(self.model)
         loss = loss * self.args.world_size  # distributed wrappers average over processes, but the shares add up

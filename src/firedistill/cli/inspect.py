@@ -23,7 +23,7 @@ from firedistill.ops import Head
 from firedistill.prompts import shown_prompt, teacher_messages
 from firedistill.recipes import read_recipe
 from firedistill.rollouts.engine import RolloutEngine
-from firedistill.rollouts.load import load_engines
+from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.log import read_jsonl
 from firedistill.setup import Setup, load_setup
@@ -59,7 +59,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
-    with console.status("evaluating") as status:
+    with in_use(engine), console.status("evaluating") as status:
 
         def show(done: int, total: int) -> None:
             status.update(f"evaluation {done}/{total}")
@@ -124,19 +124,20 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
     if not options.save:
-        with console.status("sampling a response and scoring it under every teacher view"):
+        with in_use(engine), console.status("sampling a response and scoring it under every teacher view"):
             inspection = inspect_example(setup, engine, inspector, examples[first])
         print_inspection(inspection, teacher, console)
         return 0
     records = []
-    for example in examples[first : first + options.count]:
-        try:
-            inspection = inspect_example(setup, engine, inspector, example)
-        except ValueError as error:
-            console.print(visible(f"left out: {error}"))
-            continue
-        records.append(inspector.record(inspection))
-        console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
+    with in_use(engine):
+        for example in examples[first : first + options.count]:
+            try:
+                inspection = inspect_example(setup, engine, inspector, example)
+            except ValueError as error:
+                console.print(visible(f"left out: {error}"))
+                continue
+            records.append(inspector.record(inspection))
+            console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
     metrics = read_jsonl(folder / "metrics.jsonl")
     reached = int(options.checkpoint) if checkpoint is not None else (metrics[-1]["step"] if metrics else 0)
     console.print(f"wrote {save_attribution(records, folder, reached)}", soft_wrap=True)

@@ -105,8 +105,6 @@ def check_weights(model: PreTrainedModel, found: Mapping[str, Any], name: str) -
         )
     for key, tensor in model.state_dict().items():
         tensor = local(tensor)
-        wide = (
-            tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel()
-        )  # PyTorch has no order of 8-bit numbers
-        if wide and not all(end.isfinite() for end in tensor.aminmax()):
+        ordered = tensor.is_floating_point() and tensor.element_size() > 1  # PyTorch does not compare 8-bit numbers
+        if ordered and tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
             raise ModelError(f"{name} cannot be used: its tensor {key} holds values that are not finite")

@@ -259,16 +259,3 @@ class RunLock:
 def described(holder: dict[str, Any]) -> str:
     """`process 4711 on host gpu-3`, as far as it is known."""
     return f"process {holder['pid']} on host {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
-
-
-def is_training(folder: str | Path) -> bool:
-    """Whether a process of this machine trains in the run directory. Do not call it within that process."""
-    path = Path(folder) / ".lock"
-    if fcntl is None or not path.is_file():
-        return False
-    with path.open("rb+") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError | PermissionError)
-    return False
