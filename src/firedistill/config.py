@@ -205,6 +205,13 @@ class SelfDistillConfig(TrainingArguments):
     report_to: None | str | list[str] = run_setting(
         "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
     )
+    stop_within: float | None = run_setting(
+        30.0,
+        "Seconds that a run may take to stop after SIGTERM or Ctrl-C. The step or evaluation that is not finished then is dropped; "
+        "'none' finishes it.",
+        effect="none",
+        above=0,
+    )
     log_rollouts: bool = run_setting(True, "Write the responses of every step to rollouts/*.parquet.", effect="none")
     attribution_examples: int = run_setting(
         0, "Wrong answers whose attribution is saved for the report, before and after training.", effect="none", at_least=0

@@ -8,6 +8,7 @@ teacher and writes the row of `metrics.jsonl`. The stages are functions of `fire
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -358,6 +359,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
         Without gradients the optimizer touches neither weights nor momentum; the schedule advances.
         """
+        self.unsettle()
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         record = self.record
         record.grad_norms.append(float(grad_norm))
@@ -463,6 +465,8 @@ class SelfDistillTrainer(ResumableTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.evaluation_due = False
+        if step:
+            self.settle()
         if resuming:
             self.keep_random_state()
         return metrics
@@ -572,6 +576,14 @@ class SelfDistillTrainer(ResumableTrainer):
         save_state(self.objective.state(), folder, "method")
         assert self.run_log is not None  # the main process has opened it
         self.run_log.sync()
+
+    def settle(self) -> None:
+        super().settle()
+        self._method_state = copy.deepcopy(self.objective.state())
+
+    def restore_settled(self) -> None:
+        super().restore_settled()
+        self.objective.load_state(self._method_state)
 
     def load_extra(self, folder: Path) -> None:
         self.teacher.weights.load(folder)
