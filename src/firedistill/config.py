@@ -9,7 +9,7 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -53,6 +53,9 @@ run_setting = partial(option, "Evaluation and the run directory")
 inherited_setting = partial(option, None)
 
 
+RUN_FOLDER = "runs/{model}-{task}-{method}-lr{learning_rate}-seed{seed}"
+
+
 @dataclass
 class SelfDistillConfig(TrainingArguments):
     """Settings of `SelfDistillTrainer`: the fields below, and every field of `transformers.TrainingArguments`.
@@ -62,6 +65,8 @@ class SelfDistillConfig(TrainingArguments):
     Raises:
         ValueError: an invalid value; the message names the option and what was expected.
     """
+
+    default_folder: ClassVar[str] = RUN_FOLDER
 
     # --- What to train
     model: str = training_setting(
@@ -193,7 +198,9 @@ class SelfDistillConfig(TrainingArguments):
     seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
     # --- Evaluation and the run directory
-    output_dir: str | None = run_setting(None, "Run directory; by default runs/<task>-<method>-seed<seed>.", effect="none")
+    output_dir: str | None = run_setting(
+        None, f"Run directory, where {{option}} stands for the value of an option; by default {RUN_FOLDER}.", effect="none"
+    )
     eval_steps: float | None = run_setting(
         25, "Evaluate before and after training, and every so many steps between (0: never).", effect="none", at_least=0
     )
@@ -245,8 +252,7 @@ class SelfDistillConfig(TrainingArguments):
     adam_epsilon: float = inherited_setting(1e-8, "AdamW epsilon.", above=0)
 
     def __post_init__(self) -> None:
-        if self.output_dir is None:
-            self.output_dir = run_folder(self.task, self.method, self.seed)
+        self.output_dir = self._filled(str(self.output_dir or self.default_folder))
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
@@ -270,6 +276,19 @@ class SelfDistillConfig(TrainingArguments):
                 "the visible GPUs"
             )
 
+    def _filled(self, folder: str) -> str:
+        """The folder with the values of the options that it names; the values cannot lead out of it."""
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            if not hasattr(self, name) or is_secret(name):
+                raise ValueError(f"output_dir is {folder!r}: there is no option {name!r}")
+            value = getattr(self, name)
+            text = f"{value:g}" if isinstance(value, float) else Path(str(value)).name
+            return re.sub(r"[^\w.+-]+", "-", text).lstrip(".") or "-"
+
+        return re.sub(r"\{(\w+)\}", value, folder)
+
     def _check(self) -> None:
         """Check every value against the choices and limits that its option declares."""
         for declared in fields(SelfDistillConfig):
@@ -287,6 +306,11 @@ class SelfDistillConfig(TrainingArguments):
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
+        for inherited in fields(TrainingArguments):
+            name = inherited.name
+            if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
+                hint = f": {UNUSED[name]}" if UNUSED[name] else ""
+                raise ValueError(f"{name} has no effect on a self-distillation run{hint}; leave it out")
         try:
             os.path.abspath(self.run_dir).encode()
         except UnicodeEncodeError:
@@ -352,6 +376,42 @@ class SelfDistillConfig(TrainingArguments):
             unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
+# Inherited options that a self-distillation run does not read, with what to use instead.
+UNUSED = {
+    "num_train_epochs": "a run has max_steps steps",
+    "per_device_eval_batch_size": "eval_batch_size is the number of prompts per call",
+    "data_seed": "seed fixes the order of the data",
+    "lr_scheduler_kwargs": "lr_scheduler_type is 'cosine' or 'constant'",
+    "dataloader_drop_last": "every step has all of its prompts",
+    "train_sampling_strategy": "seed fixes the order of the data",
+    "length_column_name": "",
+    "label_names": "",
+    "label_smoothing_factor": "",
+    "average_tokens_across_devices": "the loss is a mean over prompts",
+    "auto_find_batch_size": "the split of prompts into forward passes is halved where memory runs out",
+    "bf16_full_eval": "model_dtype is the data type of every forward pass",
+    "fp16_full_eval": "model_dtype is the data type of every forward pass",
+    "neftune_noise_alpha": "noise would change the student, but not its rollouts",
+    "use_liger_kernel": "the loss reads the head's logits in chunks",
+    "liger_kernel_config": "the loss reads the head's logits in chunks",
+    "use_cache": "",
+    "include_num_input_tokens_seen": "metrics.jsonl has cumulative_generated_tokens",
+    "prediction_loss_only": "",
+    "eval_do_concat_batches": "",
+    "eval_use_gather_object": "",
+    "eval_accumulation_steps": "",
+    "include_for_metrics": "",
+    "batch_eval_metrics": "",
+    "metric_for_best_model": "checkpoints are not ranked; evals.jsonl holds every evaluation",
+    "greater_is_better": "checkpoints are not ranked; evals.jsonl holds every evaluation",
+    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
+    "restore_callback_states_from_checkpoint": "",
+    "ignore_data_skip": "a resumed run continues with the next prompts",
+    "do_train": "the command decides",
+    "do_eval": "the command decides; eval_size 0 disables evaluations",
+    "do_predict": "",
+}
+
 # Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not
 # written to config.yaml, where they would contradict a later change of those.
 # fmt: off
@@ -374,8 +434,3 @@ _DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f
 def effect(name: str) -> Effect:
     """What the option of this name affects; "result" for a name that is unknown."""
     return "none" if name in WITHOUT_EFFECT else _DECLARED.get(name, "result")
-
-
-def run_folder(task: str, what: str, seed: int) -> str:
-    """`runs/<task>-<what>-seed<seed>`; names cannot lead out of `runs`."""
-    return str(Path("runs") / re.sub(r"[^\w.+-]+", "-", f"{task}-{what}-seed{seed}").lstrip("."))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from firedistill.config import SelfDistillConfig, optimisation_setting, run_folder, run_setting, training_setting
+from firedistill.config import SelfDistillConfig, optimisation_setting, run_setting, training_setting
 from firedistill.metrics import Metrics
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
@@ -49,8 +49,6 @@ class WarmStartConfig(SelfDistillConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.feedback_share <= 1:
             raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
-        if self.output_dir is None:
-            self.output_dir = run_folder(self.task, "warmstart", self.seed)
         super().__post_init__()
 
 
