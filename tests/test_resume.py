@@ -383,7 +383,9 @@ def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole
     with caplog.at_level(logging.WARNING):
         assert t.train().global_step == step
     assert f"what followed step {step} took longer than stop_within (0.1 s): dropped" in caplog.text
-    assert newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "finished.json").exists()
+    assert (
+        newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "finished.json").exists()
+    )
     train(model, tmp_path / "run", "fire", 4)
     if step == 3:
         shutil.rmtree(shutil.copytree(whole, tmp_path / "expected") / "checkpoint-2")

@@ -291,6 +291,11 @@ class SelfDistillConfig(TrainingArguments):
 
     def _check(self) -> None:
         """Check every value against the choices and limits that its option declares."""
+        for inherited in fields(TrainingArguments):
+            name = inherited.name
+            if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
+                hint = f": {UNUSED[name]}" if UNUSED[name] else ""
+                raise ValueError(f"{name} has no effect on a self-distillation run{hint}; leave it out")
         for declared in fields(SelfDistillConfig):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
             choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
@@ -306,11 +311,6 @@ class SelfDistillConfig(TrainingArguments):
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
-        for inherited in fields(TrainingArguments):
-            name = inherited.name
-            if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
-                hint = f": {UNUSED[name]}" if UNUSED[name] else ""
-                raise ValueError(f"{name} has no effect on a self-distillation run{hint}; leave it out")
         try:
             os.path.abspath(self.run_dir).encode()
         except UnicodeEncodeError:
@@ -367,7 +367,7 @@ class SelfDistillConfig(TrainingArguments):
             name: value
             for name, value in self.to_dict().items()
             if name in ours or (name in defaults and value != defaults[name])
-            if not is_secret(name)
+            if not is_secret(name) and name not in UNUSED
         }
 
     def save_yaml(self, path: str | Path) -> None:
@@ -407,9 +407,6 @@ UNUSED = {
     "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
     "restore_callback_states_from_checkpoint": "",
     "ignore_data_skip": "a resumed run continues with the next prompts",
-    "do_train": "the command decides",
-    "do_eval": "the command decides; eval_size 0 disables evaluations",
-    "do_predict": "",
 }
 
 # Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from firedistill.cli.names import OF_COMMANDS, method_names, recipe_names, setting_names
+from firedistill.cli.names import OF_COMMANDS, method_names, recipe_names, setting_names, wants_help
 
 BASH = """\
 _firedistill() {
@@ -27,8 +27,13 @@ SCRIPTS = {"bash": BASH, "zsh": "autoload -U +X bashcompinit && bashcompinit\n" 
 
 
 def completion_command(arguments: Sequence[str], console: Console) -> int:
+    if wants_help(arguments):
+        console.print('firedistill completion bash|zsh|fish\n\nPrints a script; in bash: eval "$(firedistill completion bash)"')
+        return 0
     if len(arguments) != 1 or arguments[0] not in SCRIPTS:
-        raise ValueError("expected the name of a shell, as in: eval \"$(firedistill completion bash)\"; known are bash, zsh and fish")
+        raise ValueError(
+            'expected the name of a shell, as in: eval "$(firedistill completion bash)"; known are bash, zsh and fish'
+        )
     from firedistill.cli.main import COMMANDS
 
     options = setting_names().union(*OF_COMMANDS.values())

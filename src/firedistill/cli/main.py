@@ -43,7 +43,10 @@ COMMANDS = {
     "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
     "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
-    "completion": ("completion:completion_command", "a script that completes commands, options and methods in bash, zsh or fish"),
+    "completion": (
+        "completion:completion_command",
+        "a script that completes commands, options and methods in bash, zsh or fish",
+    ),
     "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),
 }
 # Commands, and options of any command, whose only result is what they print.
@@ -86,7 +89,8 @@ def run(arguments: Sequence[str]) -> int:
         command.add_argument("rest", nargs=argparse.REMAINDER)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        parser.error(f"unknown command {arguments[0]!r}; " + (f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"))
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {arguments[0]!r}; {hint}")
     parsed, unknown = parser.parse_known_args(arguments)
     # Paths, names and texts of others are never markup.
     console = Console(

@@ -51,18 +51,22 @@ def recipe_names() -> frozenset[str]:
     return frozenset(path.stem for path in (Path(str(files("firedistill"))) / "recipes").glob("*.yaml"))
 
 
+def wants_help(arguments: Sequence[str]) -> bool:
+    return any(argument in {"-h", "--help", "--help-all"} for argument in arguments)
+
+
 def check_names(command: str, arguments: Sequence[str]) -> None:
     """Check the names of the recipe, of options and of the method in the arguments of a command that takes a recipe.
 
     Raises:
         ValueError: an unknown name, with the nearest known one.
     """
-    if command not in OF_COMMANDS or any(argument in {"-h", "--help", "--help-all"} for argument in arguments):
+    if command not in OF_COMMANDS or wants_help(arguments):
         return
     recipe = arguments[0] if arguments and not arguments[0].startswith("--") else None
     if recipe is not None and recipe not in recipe_names() and not Path(recipe).exists():
         listed = ", ".join(sorted(recipe_names()))
-        raise ValueError(f"no recipe {recipe!r}{nearest(recipe, recipe_names())}: neither a file or folder nor one of {listed}")
+        raise ValueError(f"no recipe {recipe!r}: neither a file or folder nor one of {listed}{nearest(recipe, recipe_names())}")
     known = setting_names() | set(OF_COMMANDS[command])
     for place, argument in enumerate(arguments):
         if not argument.startswith("--") or argument == "--":
@@ -91,4 +95,6 @@ def _fields(path: Path, of_class: str) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of_class)
     declared = [line for line in found.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-    return [line.target.id for line in declared if isinstance(line.target, ast.Name) and "ClassVar" not in ast.dump(line.annotation)]
+    return [
+        line.target.id for line in declared if isinstance(line.target, ast.Name) and "ClassVar" not in ast.dump(line.annotation)
+    ]

@@ -13,10 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from transformers import TrainerCallback
 
-from firedistill.cli.arguments import Parser, config_of, option_names, wants_help
+from firedistill.cli.arguments import Parser, config_of, option_names
 from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
+from firedistill.cli.names import wants_help
 from firedistill.cli.preflight import preflight
-from firedistill.config import SelfDistillConfig
+from firedistill.config import UNUSED, SelfDistillConfig
 from firedistill.objectives import registered_objectives
 from firedistill.recipes import built_in_recipes, default_of, option_groups
 from firedistill.report.curves import plot_runs
@@ -165,5 +166,9 @@ def print_help(config_class: type[SelfDistillConfig], console: Console, command:
     inherited = [f.name for f in fields(config_class) if f.init and f.name not in ours]
     out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
     if everything:
-        out += textwrap.wrap(", ".join(inherited), 100, initial_indent="  ", subsequent_indent="  ")
+        for f in fields(config_class):
+            if f.name in inherited and f.name not in UNUSED:
+                out += [f"  --{f.name} ({default_of(f)})"]
+                out += textwrap.wrap(str(f.metadata.get("help", "")), 100, initial_indent="      ", subsequent_indent="      ")
+        out += textwrap.wrap(f"Without effect on these runs, and refused: {', '.join(sorted(UNUSED))}.", 100)
     console.print("\n".join(out))

@@ -46,7 +46,9 @@ class Rows:
 def refuse_data(name: str, data_dir: str | None) -> None:
     """Raise a DataError if a task that generates its problems is given data."""
     if data_dir is not None:
-        raise DataError(f"{name} generates its problems and reads no data: leave data_dir ({data_dir}) out, or name another task")
+        raise DataError(
+            f"{name} generates its problems and reads no data: leave data_dir ({data_dir}) out, or name another task"
+        )
 
 
 def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
