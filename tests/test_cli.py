@@ -22,7 +22,6 @@ from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Ve
 from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli import names
-from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
 from firedistill.cli.inspect import inspect_command, print_inspection
 from firedistill.coerce import coerce, describe
 from firedistill.config import UNUSED
@@ -32,11 +31,12 @@ from firedistill.recipes import OptionError, build_config, built_in_recipes, opt
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollout import Response
+from firedistill.run.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError
 from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
-from tiny import ToyTask, save_checkpoint
+from tiny import ToyTask, run_trainer, save_checkpoint
 
 # Inherited options that something reads.
 HAVE_AN_EFFECT = """
@@ -614,7 +614,8 @@ def test_a_typo_is_told_before_torch_is_imported(arguments, message):
 
 def test_names_are_those_of_the_settings():
     assert names.setting_names() == {f.name for f in fields(WarmStartConfig) if f.init}
-    assert names.method_names() == set(registered_objectives())
+    ours = {name for name, of_class in registered_objectives().items() if of_class.__module__.startswith("firedistill.")}
+    assert names.method_names() == ours
     assert names.recipe_names() == set(built_in_recipes())
 
 
@@ -887,7 +888,8 @@ def shown(steps, evaluations=()):
     """What the console report prints for steps with these metrics."""
     out = io.StringIO()
     trainer = SimpleNamespace(last_metrics={}, on_progress=None)
-    report = ConsoleReport(trainer, Console(file=out, width=60))
+    report = ConsoleReport(trainer)
+    report.console = Console(file=out, width=60)
     state = SimpleNamespace(max_steps=len(steps), global_step=0)
     report.on_train_begin(None, state, None)
     for metrics in evaluations:
@@ -918,7 +920,8 @@ def test_a_terminal_shows_the_last_steps_as_a_table():
     out = io.StringIO()
     console = Console(file=out, width=90, height=30, force_terminal=True, color_system=None, legacy_windows=False)
     trainer = SimpleNamespace(last_metrics={}, on_progress=None)
-    report = ConsoleReport(trainer, console, rows=2)
+    report = ConsoleReport(trainer, rows=2)
+    report.console = console
     state = SimpleNamespace(max_steps=4, global_step=0)
     report.on_train_begin(None, state, None)
     for state.global_step in range(1, 5):
@@ -937,6 +940,18 @@ def test_a_terminal_shows_the_last_steps_as_a_table():
     assert "   1    0.5000    1.000" in text and "   2    0.5000    1.000" in text, "earlier steps are lines above it"
     assert "held-out, step 2: 25.0%" in text and "4/4" not in text and "100%" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is back"
+
+
+def test_training_from_python_shows_the_same(model, tmp_path, capsys):
+    """Lines per step and evaluation, the curves, and from where a run is resumed."""
+    settings = {"disable_tqdm": False, "max_steps": 2, "save_steps": 1}
+    run_trainer(model, tmp_path / "run", **settings).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("held-out, step 0: ") and lines[1].split()[:3] == ["step", "loss", "|grad|"]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "held-out,"]
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    run_trainer(model, tmp_path / "run", **settings | {"max_steps": 3}).train(allow_changes=["max_steps"])
+    assert "resuming after step 2, from " in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_column_stays_once_it_has_been_seen():

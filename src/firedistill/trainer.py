@@ -53,10 +53,12 @@ from firedistill.models.states import last_hidden_states, score_responses, unwra
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
 from firedistill.prompts import shown_prompt
+from firedistill.report.curves import CurvesAtTheEnd
 from firedistill.rollout import Rollout
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
+from firedistill.run.console import ConsoleReport
 from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, model_card, rollout_row
 from firedistill.run.resume import ResumableTrainer
@@ -119,6 +121,7 @@ class SelfDistillTrainer(ResumableTrainer):
     Attributes:
         task: the task, guarded: a verdict always comes, and feedback comes or raises `TaskFault`.
         last_metrics: the row of the last step.
+        console_report: prints a line per step; None with `args.disable_tqdm`.
         on_progress: called as `on_progress(phase, done, total=...)` during a step; the command line shows a bar.
 
     Raises:
@@ -204,6 +207,11 @@ class SelfDistillTrainer(ResumableTrainer):
         self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
         self.on_progress = no_progress
+        self.console_report: ConsoleReport | None = None
+        if not args.disable_tqdm:
+            self.console_report = ConsoleReport(self)
+            self.add_callback(self.console_report)
+            self.add_callback(CurvesAtTheEnd())
 
     # ---- Algorithm 1 ---------------------------------------------------------------------------------------------------------
 
@@ -499,6 +507,8 @@ class SelfDistillTrainer(ResumableTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            if self.console_report is not None:
+                self.console_report.stop()
             for engine in (self.rollout_engine, self.eval_engine):
                 close(engine)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
-from firedistill.cli.console import accuracy_line
 from firedistill.cli.names import wants_help
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.sharding import gather, lockstep
@@ -28,12 +27,12 @@ from firedistill.recipes import read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import newest_checkpoint, read_json
+from firedistill.run.console import accuracy_line
 from firedistill.run.log import read_jsonl
 from firedistill.setup import Setup, load_setup
 from firedistill.tasks import Example
 from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
-from firedistill.warmstart import WarmStartConfig
 
 
 def setup_for(arguments: Sequence[str]) -> Setup:

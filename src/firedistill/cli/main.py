@@ -13,7 +13,7 @@ from rich.console import Console
 
 import firedistill
 from firedistill.cli.names import check_names
-from firedistill.terminal import of_rank, process_rank, unfailing_output, visible
+from firedistill.terminal import of_rank, plain_console, unfailing_output, visible
 
 EPILOGUE = """\
 examples:
@@ -92,10 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
         parser.error(f"unknown command {arguments[0]!r}; {hint}")
     parsed, unknown = parser.parse_known_args(arguments)
-    # Paths, names and texts of others are never markup.
-    console = Console(
-        width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False, quiet=process_rank() > 0
-    )
+    console = plain_console()
     try:
         check_names(parsed.command, unknown + parsed.rest)
         return load_command(parsed.command)(unknown + parsed.rest, console)

@@ -26,11 +26,11 @@ def setting_names() -> frozenset[str]:
     assert transformers is not None and transformers.submodule_search_locations
     inherited = Path(transformers.submodule_search_locations[0]) / "training_args.py"
     sources = {
-        package / "config.py": "SelfDistillConfig",
-        package / "warmstart.py": "WarmStartConfig",
-        inherited: "TrainingArguments",
+        "SelfDistillConfig": package / "config.py",
+        "WarmStartConfig": package / "config.py",
+        "TrainingArguments": inherited,
     }
-    return frozenset(name for path, of_class in sources.items() for name in _fields(path, of_class))
+    return frozenset(name for of_class, path in sources.items() for name in _fields(path, of_class))
 
 
 @cache
