@@ -241,6 +241,7 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "eval_batch_size",
             "save_steps",
             "save_total_limit",
+            "stop_within",
             "log_rollouts",
             "attribution_examples",
             "dp_replicate_size",

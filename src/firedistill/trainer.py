@@ -57,10 +57,11 @@ from firedistill.report.curves import CurvesAtTheEnd
 from firedistill.rollout import Rollout
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
+from firedistill.run.card import model_card
 from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
 from firedistill.run.console import ConsoleReport
 from firedistill.run.identity import identity, model_fingerprint
-from firedistill.run.log import RunLog, model_card, rollout_row
+from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
 from firedistill.setup import load_setup
@@ -116,7 +117,7 @@ class SelfDistillTrainer(ResumableTrainer):
         task: a task or its name; `args.task` by default.
         train_examples, eval_examples: taken from the task by default.
         processing_class: the tokenizer; required with a model object.
-        callbacks, optimizers: as in `transformers.Trainer`.
+        callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
     Attributes:
         task: the task, guarded: a verdict always comes, and feedback comes or raises `TaskFault`.
@@ -152,6 +153,8 @@ class SelfDistillTrainer(ResumableTrainer):
             train_examples=train_examples,
             eval_examples=eval_examples,
         )
+        if optimizers[0] is not None:
+            take_rate(self.setup.args, optimizers[0])
         args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
         self.eval_examples = self.setup.eval_examples
         self.objective: Objective = load_objective(args.method, args.method_settings)
@@ -537,7 +540,7 @@ class SelfDistillTrainer(ResumableTrainer):
         assert self.run_log is not None
         self.run_log.sync()
         with written_at_once(target) as unfinished:
-            unfinished.write_text(model_card(self.args, Path(self.args.run_dir)), encoding="utf-8")
+            unfinished.write_text(self.card(), encoding="utf-8")
 
     def log_rollouts(
         self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
@@ -579,6 +582,10 @@ class SelfDistillTrainer(ResumableTrainer):
             state_dict = state_dict or trained_parameters(self.model)
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
+            (Path(output_dir) / "README.md").write_text(self.card(), encoding="utf-8")  # in place of peft's template
+
+    def card(self) -> str:
+        return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path)
 
     def save_extra(self, folder: Path) -> None:
         self.teacher.weights.save(folder)
@@ -632,6 +639,14 @@ class StepCallbacks(TrainerCallback):
         self.trainer.finish_step()
         if state.global_step >= state.max_steps and self.trainer.eval_examples:
             control.should_evaluate = True
+
+
+def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that the caller made has a rate of its own, which is the run's peak rate then."""
+    rate = float(max(group["lr"] for group in optimizer.param_groups))
+    if rate != args.learning_rate:
+        logger.warning("learning_rate is that of the optimizer, %g, not %g", rate, args.learning_rate)
+        args.learning_rate = rate
 
 
 def no_progress(phase: str, done: int, total: int) -> None:
