@@ -58,6 +58,7 @@ def killable_config(model: str, run: Path, method: str, steps: int = 6, **change
         "use_cpu": True,
         "temperature": 1.0,
         "top_p": 1.0,
+        "disable_tqdm": True,
     }
     return SelfDistillConfig(**{**settings, **changes})
 

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -16,22 +18,38 @@ import torch
 import yaml
 from rich.console import Console
 
-from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict
+from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, __version__, load_task
 from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
-from firedistill.cli.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
-from firedistill.cli.inspect import print_inspection
+from firedistill.cli import names
+from firedistill.cli.inspect import inspect_command, print_inspection
 from firedistill.coerce import coerce, describe
+from firedistill.config import UNUSED
 from firedistill.evaluation import answer_examples
-from firedistill.objectives import load_objective
+from firedistill.objectives import load_objective, registered_objectives
 from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups, parse_overrides
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollout import Response
+from firedistill.run.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
 from firedistill.run.log import read_jsonl
+from firedistill.tasks import DataError
 from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
-from tiny import ToyTask, save_checkpoint
+from tiny import ToyTask, run_trainer, save_checkpoint
+
+# Inherited options that something reads.
+HAVE_AN_EFFECT = """
+optim optim_args optim_target_modules tf32 activation_checkpointing activation_checkpointing_kwargs
+gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
+logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
+disable_tqdm run_name trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay save_strategy
+save_on_each_node hub_token hub_private_repo hub_model_id hub_always_push hub_revision full_determinism
+use_cpu accelerator_config parallelism_config dataloader_num_workers dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
+ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
+debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
+"""
 
 RECIPE = """\
 model: {model}
@@ -179,7 +197,6 @@ def test_numbers_in_scientific_notation(recipe):
         ("output_dir", "a=b", "a=b"),
         ("eval_steps", "0.5", 0.5),
         ("optim", "adamw_torch_fused", "adamw_torch_fused"),
-        ("lr_scheduler_kwargs", '{"a": 1}', {"a": 1}),
     ],
 )
 def test_values_get_the_type_of_the_option(name, value, expected):
@@ -343,7 +360,10 @@ def test_every_built_in_recipe_is_valid(name):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["train", "no-such-recipe"], "no recipe 'no-such-recipe': neither a file nor one of aqua_rat-qwen2.5-1.5b, "),
+        (
+            ["train", "no-such-recipe"],
+            "no recipe 'no-such-recipe': neither a file or folder nor one of aqua_rat-qwen2.5-1.5b, ",
+        ),
         (["train", "RECIPE", "--max_step", "3"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
         (["train", "RECIPE", "--max_steps", "few"], "max_steps on the command line is 'few': expected a whole number"),
         (["train", "RECIPE", "--log_rollouts", "maybe"], "log_rollouts on the command line is 'maybe': expected true or false"),
@@ -454,7 +474,8 @@ def test_help_leads_with_our_options(command, kind, firedistill):
     assert {"adam_epsilon", "hub_model_id"} <= inherited
     assert not any(name in told.out.replace(",", " ").split() for name in inherited)
     everything = firedistill(command, "--help-all")
-    assert everything.status == 0 and inherited <= set(everything.out.replace(",", " ").split())
+    assert everything.status == 0 and all(f"  --{name} (" in everything.out for name in inherited - set(UNUSED))
+    assert all(name in everything.out.partition("and refused:")[2] for name in UNUSED)
     assert "[bold]" not in told.out and "\x1b" not in told.out
 
 
@@ -567,7 +588,91 @@ def test_a_warm_start_can_be_evaluated_and_inspected(recipe, tmp_path, firedisti
     told = firedistill("eval", warm)
     assert told.status == 0 and " right (lenient " in told.out, told.err
     told = firedistill("inspect", warm)
-    assert told.status == 0 and "student prompt" in told.out, told.err
+    assert told.status == 0 and "feedback field 1" in told.out, told.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "labb"], "; did you mean lab?"),
+        (
+            ["train", "lab", "--learning-rat", "1"],
+            "unknown option 'learning_rat' on the command line; did you mean learning_rate?",
+        ),
+        (["train", "lab", "--method", "fira"], "unknown method 'fira'; did you mean fire?"),
+        (["train", "lab", "--method=fira"], "unknown method 'fira'; did you mean fire?"),
+        (["eval", "lab", "--jsom"], "unknown option 'jsom' on the command line; did you mean json?"),
+    ],
+)
+def test_a_typo_is_told_before_torch_is_imported(arguments, message):
+    code = (
+        f"import sys; from firedistill.cli.main import main; status = main({arguments}); print(status, 'torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert told.stdout == "2 False\n" and message in told.stderr and told.stderr.count("\n") == 1
+
+
+def test_names_are_those_of_the_settings():
+    assert names.setting_names() == {f.name for f in fields(WarmStartConfig) if f.init}
+    ours = {name for name, of_class in registered_objectives().items() if of_class.__module__.startswith("firedistill.")}
+    assert names.method_names() == ours
+    assert names.recipe_names() == set(built_in_recipes())
+
+
+def test_an_unknown_command_and_the_version(firedistill, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trian"])
+    assert ended.value.code == 2 and "unknown command 'trian'; did you mean train?" in capsys.readouterr().err
+    told = subprocess.run([sys.executable, "-m", "firedistill", "--version"], capture_output=True, text=True)
+    assert told.returncode == 0 and told.stdout == f"firedistill {__version__}\n"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tra"], ["train"]),
+        (["train", "--learning_r"], ["--learning_rate"]),
+        (["train", "--method", "srp"], ["srpo"]),
+        (["train", "la"], ["lab"]),
+    ],
+)
+def test_completion(words, expected, firedistill):
+    script = firedistill("completion", "bash").out
+    line = " ".join(["firedistill", *words])
+    ask = f'COMP_WORDS=({line}); COMP_CWORD={len(words)}; _firedistill; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    told = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, cwd="/")
+    assert told.stdout.split() == expected and not told.stderr
+
+
+def test_every_inherited_option_has_an_effect_or_is_refused():
+    """A new option of TrainingArguments is to be sorted into one of the two."""
+    inherited = {f.name: f for f in fields(SelfDistillConfig) if f.init and not f.metadata.get("effect")}
+    assert set(inherited) - set(UNUSED) <= set(HAVE_AN_EFFECT.split())
+    for name in UNUSED.keys() & inherited.keys():
+        option = inherited[name]
+        value = 7.0 if option.default in (0, 3.0, 8, None) and option.default is not False else not option.default
+        with pytest.raises(ValueError, match=f"{name} has no effect on a self-distillation run"):
+            SelfDistillConfig(use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize("task", ["arithmetic", "arithmetic:easy"])
+def test_a_generated_task_refuses_data(task, tmp_path):
+    with pytest.raises(DataError, match="generates its problems and reads no data: leave data_dir"):
+        load_task(task).examples("train", 1, data_dir=str(tmp_path))
+
+
+def test_the_run_directory_tells_runs_apart(model):
+    def folder(**changes):
+        return SelfDistillConfig(**{"model": model, "task": "tiny:ToyTask", "use_cpu": True, **changes}).output_dir
+
+    assert folder() == "runs/base-tiny-ToyTask-fire-lr4e-06-seed0"
+    assert folder(model="org/../Some Model", learning_rate=1e-3, seed=3) == "runs/Some-Model-tiny-ToyTask-fire-lr0.001-seed3"
+    assert folder(output_dir="x/{method}/{max_steps}") == "x/fire/200"
+    with pytest.raises(ValueError, match="output_dir is 'x/{steps}': there is no option 'steps'"):
+        folder(output_dir="x/{steps}")
+    with pytest.raises(ValueError, match="there is no option 'hub_token'"):
+        folder(output_dir="{hub_token}")
 
 
 # ---- Looking at runs -------------------------------------------------------------------------------------------------------
@@ -581,6 +686,22 @@ def test_eval_uses_the_adapter_of_the_run_and_leaves_the_run_alone(run, recipe, 
     assert told.out.strip() == accuracy_line(last, prefix="")
     told = firedistill("eval", run, "--initial_adapter", run / "checkpoint-2", "--eval_size=1")
     assert told.status == 0 and "n 1)" in told.out
+
+
+def test_eval_takes_an_adapter_or_a_checkpoint_and_prints_json(run, model, tmp_path, firedistill):
+    last = read_jsonl(run / "evals.jsonl")[-1]
+    for folder in (run / "adapter", run / "checkpoint-4"):
+        told = firedistill("eval", folder, "--json")
+        assert told.status == 0 and json.loads(told.out) == {name: last[name] for name in json.loads(told.out)}
+    shutil.copytree(run / "adapter", tmp_path / "alone")
+    told = firedistill("eval", tmp_path / "alone")
+    assert (
+        told.status == 2
+        and "is an adapter outside of a run directory: name the task to evaluate it on, --task NAME" in told.err
+    )
+    options = ["--task", "tiny:ToyTask", "--eval_size", 2, "--max_new_tokens", 7, "--model_dtype", "float32", "--use_cpu"]
+    told = firedistill("eval", tmp_path / "alone", *options, "--json")
+    assert told.status == 0 and json.loads(told.out)["accuracy"] == last["accuracy"]
 
 
 def test_eval_of_a_run_without_adapter_does_not_judge_the_base_model(run, tmp_path, firedistill):
@@ -603,25 +724,41 @@ class ToyWithCategories(ToyTask):
 
 
 def test_inspect_shows_everything(run, firedistill):
-    told = firedistill("inspect", run, "--example", 2)
+    told = firedistill("inspect", run, "--example", 2, "--prompts")
     assert told.status == 0 and "\x1b" not in told.out and "\r" not in told.out
     assert "student prompt, toy/eval/2" in told.out and "Question 2: why why" in told.out
     assert "response, " in told.out and "verdict" in told.out and "correct: " in told.out
     for number, name in enumerate(("outcome", "hint"), start=1):
         assert f"feedback field {number}, {name}" in told.out and f"teacher message, without {name} (" in told.out
     assert "teacher message, full (" in told.out and "teacher message, without feedback (" in told.out
-    header = next(line for line in told.out.splitlines() if "alpha full" in line)
-    columns = ["token", "rho", "|g_c|", "chi", "alpha full", "alpha outcome", "alpha hint", "eta", "beta"]
-    positions = [header.index(column) for column in columns]
-    assert positions == sorted(positions)
-    table = told.out[told.out.index("alpha full") :]
+    header = next(line for line in told.out.splitlines() if "|g_c|" in line)
+    positions = [header.index(column) for column in ["token", "|g_c|", "rho", "a1", "a2", "eta", "chi", "beta", "a0"]]
+    assert positions == sorted(positions) and "a1 outcome; a2 hint; a0 full feedback" in told.out
+    table, _, rest = told.out[told.out.index("|g_c|") :].partition("└")
     tokens = int(told.out.partition("response, ")[2].split()[0])
     assert sum(line.startswith("│") for line in table.splitlines()) == tokens
+    assert rest.index("verdict") < rest.index("student prompt"), "the prompts come last"
+    told = firedistill("inspect", run, "--example", 2)
+    assert told.status == 0 and "teacher message" not in told.out and "--prompts shows what" in told.out
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "hidden"),
+    [(160, ["rho", "a1", "a0"], []), (60, ["rho", "a1"], ["a0"]), (40, ["|g_c|"], ["chi", "beta", "a0"])],
+)
+def test_a_narrow_terminal_gets_fewer_columns_in_full(width, shown, hidden, run):
+    console = Console(width=width, record=True, file=io.StringIO(), markup=False, highlight=False)
+    assert inspect_command([str(run), "--example", "2"], console) == 0
+    lines = console.export_text().splitlines()
+    titles = next(line for line in lines if "|g_c|" in line).replace("┃", " ").split()
+    assert set(shown) <= set(titles) and not set(hidden) & set(titles)
+    assert any("not shown in" in line for line in lines) == bool(hidden)
+    assert not any("…" in line for line in lines) and max(map(len, lines)) <= width
 
 
 def test_inspect_takes_another_split_and_refuses_an_example_that_is_not_there(run, firedistill):
     told = firedistill("inspect", run, "--split=train", "--example=1")
-    assert told.status == 0 and "student prompt, toy/train/1" in told.out
+    assert told.status == 0 and "toy/train/1: " in told.out
     told = firedistill("inspect", run, "--task", "test_cli:Pair", "--example", 2)
     assert told.status == 2 and "--example is 2, but the eval split of toy has 2 problems" in told.err
 
@@ -707,12 +844,12 @@ def test_texts_of_models_and_datasets_are_shown_literally(terminal, hostile_trai
     out = io.StringIO()
     # Colours aside, a terminal gets the same characters.
     console = Console(file=out, width=250, force_terminal=terminal, color_system=None, legacy_windows=False)
-    print_inspection(inspection, hostile_trainer.teacher, console)
+    print_inspection(inspection, hostile_trainer.teacher, console, prompts=True)
     shown = "".join(line for line in out.getvalue().split("\x1b[0m")).replace("\x1b[1m", "").replace("\x1b[3m", "")
     assert not set(shown) & set("\x1b\x07\r\x9b\u202e")
     assert f"{SHOWN} said" in shown and f"submitted: {SHOWN}" in shown and f"student prompt, {SHOWN}/toy/eval/0" in shown
     assert shown.count(SHOWN) >= 8, "prompt, title, response, verdict twice, field, views"
-    assert r"feedback field 1, [/]\x1b" in shown and r"alpha [/]\x1b" in shown and r"[bold]\x1b[/]" in shown
+    assert r"feedback field 1, [/]\x1b" in shown and r"a1 [/]\x1b" in shown and r"[bold]\x1b[/]" in shown
 
 
 @pytest.mark.parametrize("fields_of", ["none", "correct"])
@@ -751,7 +888,8 @@ def shown(steps, evaluations=()):
     """What the console report prints for steps with these metrics."""
     out = io.StringIO()
     trainer = SimpleNamespace(last_metrics={}, on_progress=None)
-    report = ConsoleReport(trainer, Console(file=out, width=60))
+    report = ConsoleReport(trainer)
+    report.console = Console(file=out, width=60)
     state = SimpleNamespace(max_steps=len(steps), global_step=0)
     report.on_train_begin(None, state, None)
     for metrics in evaluations:
@@ -782,7 +920,8 @@ def test_a_terminal_shows_the_last_steps_as_a_table():
     out = io.StringIO()
     console = Console(file=out, width=90, height=30, force_terminal=True, color_system=None, legacy_windows=False)
     trainer = SimpleNamespace(last_metrics={}, on_progress=None)
-    report = ConsoleReport(trainer, console, rows=2)
+    report = ConsoleReport(trainer, rows=2)
+    report.console = console
     state = SimpleNamespace(max_steps=4, global_step=0)
     report.on_train_begin(None, state, None)
     for state.global_step in range(1, 5):
@@ -801,6 +940,18 @@ def test_a_terminal_shows_the_last_steps_as_a_table():
     assert "   1    0.5000    1.000" in text and "   2    0.5000    1.000" in text, "earlier steps are lines above it"
     assert "held-out, step 2: 25.0%" in text and "4/4" not in text and "100%" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is back"
+
+
+def test_training_from_python_shows_the_same(model, tmp_path, capsys):
+    """Lines per step and evaluation, the curves, and from where a run is resumed."""
+    settings = {"disable_tqdm": False, "max_steps": 2, "save_steps": 1}
+    run_trainer(model, tmp_path / "run", **settings).train()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("held-out, step 0: ") and lines[1].split()[:3] == ["step", "loss", "|grad|"]
+    assert [line.split()[0] for line in lines[2:]] == ["1", "2", "held-out,"]
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    run_trainer(model, tmp_path / "run", **settings | {"max_steps": 3}).train(allow_changes=["max_steps"])
+    assert "resuming after step 2, from " in capsys.readouterr().out.splitlines()[0]
 
 
 def test_a_column_stays_once_it_has_been_seen():

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -240,6 +241,7 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "eval_batch_size",
             "save_steps",
             "save_total_limit",
+            "stop_within",
             "log_rollouts",
             "attribution_examples",
             "dp_replicate_size",
@@ -355,6 +357,68 @@ def test_a_closed_terminal_and_the_warning_of_a_batch_system_leave_a_checkpoint(
         assert signal.getsignal(number) is signal.SIG_DFL, "the handlers are restored"
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize(("step", "call"), [(2, "verify"), (3, "verify"), (2, "feedback"), (3, "evaluation")])
+def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole, model, tmp_path, caplog):
+    """Evaluations follow steps 3 and 4; the state of the last whole step is saved."""
+
+    class Slow(RandomTask):
+        def hang(self, now: str) -> None:
+            evaluating = t.state.global_step == step and step == 3 and now == "verify"
+            if t.state.global_step == step and (now == call or (call == "evaluation" and evaluating)):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+
+        def verify(self, example, response):
+            verdict = super().verify(example, response)
+            self.hang("verify")
+            return verdict
+
+        def feedback(self, example, response, verdict):
+            feedback = super().feedback(example, response, verdict)
+            self.hang("feedback")
+            return feedback
+
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, stop_within=0.1), task=Slow())
+    with caplog.at_level(logging.WARNING):
+        assert t.train().global_step == step
+    assert f"what followed step {step} took longer than stop_within (0.1 s): dropped" in caplog.text
+    assert (
+        newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "finished.json").exists()
+    )
+    train(model, tmp_path / "run", "fire", 4)
+    if step == 3:
+        shutil.rmtree(shutil.copytree(whole, tmp_path / "expected") / "checkpoint-2")
+        shutil.rmtree(tmp_path / "run" / "checkpoint-2", ignore_errors=True)
+        shutil.rmtree(tmp_path / "run" / "checkpoint-3", ignore_errors=True)
+        assert same_runs(tmp_path / "expected", tmp_path / "run") == []
+    else:
+        assert same_runs(whole, tmp_path / "run") == []
+
+
+def test_a_stop_within_an_update_keeps_the_last_checkpoint(model, tmp_path, caplog, monkeypatch):
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, stop_within=0.1), task=RandomTask())
+
+    def hang() -> None:
+        if t.state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    update = t.teacher.update
+    monkeypatch.setattr(t.teacher, "update", lambda: (update(), hang()))
+    with caplog.at_level(logging.WARNING):
+        t.train()
+    assert "step 4 took longer than stop_within (0.1 s) to end: dropped; checkpoint-2 remains" in caplog.text
+
+
+def test_a_second_signal_ends_at_once(model, tmp_path):
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4), task=RandomTask())
+    with t.stop, pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat a signal of the terminal
+        t.stop._recorded -= 2
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX")

@@ -6,10 +6,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import ModelCard
 
 from firedistill import Example, FeedbackField, Verdict
 from firedistill.evaluation import answer_examples, summarize
@@ -17,6 +19,7 @@ from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.report.curves import plot_runs
 from firedistill.report.read import running_mean
 from firedistill.rollout import Response, Rollout, Sampling
+from firedistill.run.card import model_card
 from firedistill.run.log import RunLog, json_line, read_jsonl, rollout_row
 from tiny import ToyTask, byte_tokenizer
 
@@ -284,3 +287,24 @@ def test_smoothing_keeps_length_and_level():
     assert smooth([]) == [] and smooth([3.0]) == [3.0] and smooth([2.0] * 7) == [2.0] * 7
     assert smooth([0.0, 0.0, 5.0, 0.0, 0.0]) == pytest.approx([5 / 3, 1.25, 1.0, 1.25, 5 / 3])
     assert smooth([1e90, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0])[-1] == pytest.approx(1 / 3), "a large value affects its own window only"
+
+
+@pytest.mark.parametrize("base", ["Qwen/Qwen2.5-0.5B-Instruct", "/somewhere/base"])
+def test_the_model_card_is_one_that_the_hub_accepts(base, tmp_path):
+    row = {"step": 4, "n": 10, "accuracy": 0.5, "stderr": 0.16, "lenient_accuracy": 0.6, "well_formed_rate": 1.0}
+    (tmp_path / "evals.jsonl").write_text(json.dumps(row | {"step": 0, "accuracy": 0.4}) + "\n" + json.dumps(row) + "\n")
+    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0)
+    text = model_card(config, tmp_path, base)
+    data = ModelCard(text).data
+    assert data.base_model == (base if base.startswith("Qwen") else None) and data.library_name == "peft"
+    assert [(result.dataset_name, result.metric_value) for result in data.eval_results] == [("gsm8k", 0.5)]
+    assert "/somewhere" not in text and "| 0 | 0.400 " in text and "PeftModel.from_pretrained" in text
+
+
+def test_the_licence_of_the_base_comes_from_its_card(tmp_path):
+    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0)
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license is None
+    (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license == "apache-2.0"
+    (tmp_path / "README.md").write_text("---\n: [\n---\n")
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license is None

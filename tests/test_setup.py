@@ -162,3 +162,19 @@ def test_what_does_not_fit_is_refused(config):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="has no chat template"):
         load_setup(config(), model=random_model(), tokenizer=tokenizer)
+
+
+def test_a_tracker_without_its_package_is_named(config, monkeypatch):
+    monkeypatch.setattr("firedistill.run.trackers.get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(ImportError, match="report_to wandb: its package is not installed: pip install wandb"):
+        load_setup(config(report_to=["wandb"]))
+
+
+def test_an_optimizer_that_is_given_decides_the_rate(config, caplog):
+    setup = load_setup(config(learning_rate=1e-4, nominal_learning_rate=None))
+    optimizer = torch.optim.SGD([p for p in setup.model.parameters() if p.requires_grad], lr=3e-3, momentum=0.9)
+    options = {"model": setup.model, "processing_class": setup.tokenizer, "task": RandomTask(), "optimizers": (optimizer, None)}
+    trainer = SelfDistillTrainer(args=config(learning_rate=1e-4, nominal_learning_rate=None), **options)
+    assert trainer.args.learning_rate == 3e-3 and "learning_rate is that of the optimizer, 0.003, not 0.0001" in caplog.text
+    trainer.train()
+    assert trainer.last_metrics["step_scale"] == 1.0

@@ -88,6 +88,7 @@ def run_config(checkpoint: str, folder: Path, **changes) -> SelfDistillConfig:
         "per_device_train_batch_size": 4,
         "gradient_checkpointing": False,
         "use_cpu": True,
+        "disable_tqdm": True,
     }
     return SelfDistillConfig(**{**settings, **changes})
 

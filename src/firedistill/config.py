@@ -9,7 +9,7 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import yaml
@@ -53,6 +53,9 @@ run_setting = partial(option, "Evaluation and the run directory")
 inherited_setting = partial(option, None)
 
 
+RUN_FOLDER = "runs/{model}-{task}-{method}-lr{learning_rate}-seed{seed}"
+
+
 @dataclass
 class SelfDistillConfig(TrainingArguments):
     """Settings of `SelfDistillTrainer`: the fields below, and every field of `transformers.TrainingArguments`.
@@ -62,6 +65,8 @@ class SelfDistillConfig(TrainingArguments):
     Raises:
         ValueError: an invalid value; the message names the option and what was expected.
     """
+
+    default_folder: ClassVar[str] = RUN_FOLDER
 
     # --- What to train
     model: str = training_setting(
@@ -193,7 +198,9 @@ class SelfDistillConfig(TrainingArguments):
     seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
     # --- Evaluation and the run directory
-    output_dir: str | None = run_setting(None, "Run directory; by default runs/<task>-<method>-seed<seed>.", effect="none")
+    output_dir: str | None = run_setting(
+        None, f"Run directory, where {{option}} stands for the value of an option; by default {RUN_FOLDER}.", effect="none"
+    )
     eval_steps: float | None = run_setting(
         25, "Evaluate before and after training, and every so many steps between (0: never).", effect="none", at_least=0
     )
@@ -204,6 +211,13 @@ class SelfDistillConfig(TrainingArguments):
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
         "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
+    )
+    stop_within: float | None = run_setting(
+        30.0,
+        "Seconds that a run may take to stop after SIGTERM or Ctrl-C. The step or evaluation that is not finished then is dropped; "
+        "'none' finishes it.",
+        effect="none",
+        above=0,
     )
     log_rollouts: bool = run_setting(True, "Write the responses of every step to rollouts/*.parquet.", effect="none")
     attribution_examples: int = run_setting(
@@ -238,8 +252,7 @@ class SelfDistillConfig(TrainingArguments):
     adam_epsilon: float = inherited_setting(1e-8, "AdamW epsilon.", above=0)
 
     def __post_init__(self) -> None:
-        if self.output_dir is None:
-            self.output_dir = run_folder(self.task, self.method, self.seed)
+        self.output_dir = self._filled(str(self.output_dir or self.default_folder))
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
@@ -263,8 +276,26 @@ class SelfDistillConfig(TrainingArguments):
                 "the visible GPUs"
             )
 
+    def _filled(self, folder: str) -> str:
+        """The folder with the values of the options that it names; the values cannot lead out of it."""
+
+        def value(found: re.Match[str]) -> str:
+            name = found[1]
+            if not hasattr(self, name) or is_secret(name):
+                raise ValueError(f"output_dir is {folder!r}: there is no option {name!r}")
+            value = getattr(self, name)
+            text = f"{value:g}" if isinstance(value, float) else Path(str(value)).name
+            return re.sub(r"[^\w.+-]+", "-", text).lstrip(".") or "-"
+
+        return re.sub(r"\{(\w+)\}", value, folder)
+
     def _check(self) -> None:
         """Check every value against the choices and limits that its option declares."""
+        for inherited in fields(TrainingArguments):
+            name = inherited.name
+            if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
+                hint = f": {UNUSED[name]}" if UNUSED[name] else ""
+                raise ValueError(f"{name} has no effect on a self-distillation run{hint}; leave it out")
         for declared in fields(SelfDistillConfig):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
             choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
@@ -336,7 +367,7 @@ class SelfDistillConfig(TrainingArguments):
             name: value
             for name, value in self.to_dict().items()
             if name in ours or (name in defaults and value != defaults[name])
-            if not is_secret(name)
+            if not is_secret(name) and name not in UNUSED
         }
 
     def save_yaml(self, path: str | Path) -> None:
@@ -344,6 +375,64 @@ class SelfDistillConfig(TrainingArguments):
         with written_at_once(Path(path)) as unfinished:
             unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
+
+@dataclass
+class WarmStartConfig(SelfDistillConfig):
+    """The settings of a training run with the defaults of a warm start."""
+
+    method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
+    max_steps: int = optimisation_setting(100, "Optimizer steps.")
+    learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
+    warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
+    eval_steps: float | None = run_setting(
+        0, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
+    )
+    save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
+
+    feedback_share: float = training_setting(
+        0.0,
+        "Share of the rows that get the teacher's prompt, with feedback about a wrong attempt (the solution of another problem), "
+        "so that the teacher learns to read feedback.",
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.feedback_share <= 1:
+            raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
+        super().__post_init__()
+
+
+# Inherited options that a self-distillation run does not read, with what to use instead.
+UNUSED = {
+    "num_train_epochs": "a run has max_steps steps",
+    "per_device_eval_batch_size": "eval_batch_size is the number of prompts per call",
+    "data_seed": "seed fixes the order of the data",
+    "lr_scheduler_kwargs": "lr_scheduler_type is 'cosine' or 'constant'",
+    "dataloader_drop_last": "every step has all of its prompts",
+    "train_sampling_strategy": "seed fixes the order of the data",
+    "length_column_name": "",
+    "label_names": "",
+    "label_smoothing_factor": "",
+    "average_tokens_across_devices": "the loss is a mean over prompts",
+    "auto_find_batch_size": "the split of prompts into forward passes is halved where memory runs out",
+    "bf16_full_eval": "model_dtype is the data type of every forward pass",
+    "fp16_full_eval": "model_dtype is the data type of every forward pass",
+    "neftune_noise_alpha": "noise would change the student, but not its rollouts",
+    "use_liger_kernel": "the loss reads the head's logits in chunks",
+    "liger_kernel_config": "the loss reads the head's logits in chunks",
+    "use_cache": "",
+    "include_num_input_tokens_seen": "metrics.jsonl has cumulative_generated_tokens",
+    "prediction_loss_only": "",
+    "eval_do_concat_batches": "",
+    "eval_use_gather_object": "",
+    "eval_accumulation_steps": "",
+    "include_for_metrics": "",
+    "batch_eval_metrics": "",
+    "metric_for_best_model": "checkpoints are not ranked; evals.jsonl holds every evaluation",
+    "greater_is_better": "checkpoints are not ranked; evals.jsonl holds every evaluation",
+    "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
+    "restore_callback_states_from_checkpoint": "",
+    "ignore_data_skip": "a resumed run continues with the next prompts",
+}
 
 # Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not
 # written to config.yaml, where they would contradict a later change of those.
@@ -367,8 +456,3 @@ _DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f
 def effect(name: str) -> Effect:
     """What the option of this name affects; "result" for a name that is unknown."""
     return "none" if name in WITHOUT_EFFECT else _DECLARED.get(name, "result")
-
-
-def run_folder(task: str, what: str, seed: int) -> str:
-    """`runs/<task>-<what>-seed<seed>`; names cannot lead out of `runs`."""
-    return str(Path("runs") / re.sub(r"[^\w.+-]+", "-", f"{task}-{what}-seed{seed}").lstrip("."))

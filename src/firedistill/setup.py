@@ -22,6 +22,7 @@ from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
+from firedistill.run.trackers import check_trackers
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
 
@@ -81,6 +82,7 @@ def load_setup(
         args.data_dir = os.path.abspath(args.data_dir)
     task = task if isinstance(task, Task) else load_task(task or args.task)
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
+    check_trackers(args.report_to)
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
     if model is None or isinstance(model, str):
         sharding = sharding_of(args)

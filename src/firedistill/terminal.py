@@ -9,7 +9,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Control characters except tab and newline, line separators, text-direction controls and lone surrogates.
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -34,6 +37,15 @@ def process_rank() -> int:
 def of_rank() -> str:
     """`[rank 1] `, to begin a line of a process other than the main one; empty for that one."""
     return f"[rank {rank}] " if (rank := process_rank()) else ""
+
+
+def plain_console() -> Console:
+    """Standard output, on the main process only. Paths, names and texts of others are never markup."""
+    from rich.console import Console
+
+    return Console(
+        width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False, quiet=process_rank() > 0
+    )
 
 
 class Visibly(logging.Formatter):

@@ -8,6 +8,7 @@ teacher and writes the row of `metrics.jsonl`. The stages are functions of `fire
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -52,12 +53,15 @@ from firedistill.models.states import last_hidden_states, score_responses, unwra
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
 from firedistill.prompts import shown_prompt
+from firedistill.report.curves import CurvesAtTheEnd
 from firedistill.rollout import Rollout
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
+from firedistill.run.card import model_card
 from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
+from firedistill.run.console import ConsoleReport
 from firedistill.run.identity import identity, model_fingerprint
-from firedistill.run.log import RunLog, model_card, rollout_row
+from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
 from firedistill.setup import load_setup
@@ -113,11 +117,12 @@ class SelfDistillTrainer(ResumableTrainer):
         task: a task or its name; `args.task` by default.
         train_examples, eval_examples: taken from the task by default.
         processing_class: the tokenizer; required with a model object.
-        callbacks, optimizers: as in `transformers.Trainer`.
+        callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
     Attributes:
         task: the task, guarded: a verdict always comes, and feedback comes or raises `TaskFault`.
         last_metrics: the row of the last step.
+        console_report: prints a line per step; None with `args.disable_tqdm`.
         on_progress: called as `on_progress(phase, done, total=...)` during a step; the command line shows a bar.
 
     Raises:
@@ -148,6 +153,8 @@ class SelfDistillTrainer(ResumableTrainer):
             train_examples=train_examples,
             eval_examples=eval_examples,
         )
+        if optimizers[0] is not None:
+            take_rate(self.setup.args, optimizers[0])
         args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
         self.eval_examples = self.setup.eval_examples
         self.objective: Objective = load_objective(args.method, args.method_settings)
@@ -203,6 +210,11 @@ class SelfDistillTrainer(ResumableTrainer):
         self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
         self.on_progress = no_progress
+        self.console_report: ConsoleReport | None = None
+        if not args.disable_tqdm:
+            self.console_report = ConsoleReport(self)
+            self.add_callback(self.console_report)
+            self.add_callback(CurvesAtTheEnd())
 
     # ---- Algorithm 1 ---------------------------------------------------------------------------------------------------------
 
@@ -358,6 +370,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
         Without gradients the optimizer touches neither weights nor momentum; the schedule advances.
         """
+        self.unsettle()
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         record = self.record
         record.grad_norms.append(float(grad_norm))
@@ -463,6 +476,8 @@ class SelfDistillTrainer(ResumableTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.evaluation_due = False
+        if step:
+            self.settle()
         if resuming:
             self.keep_random_state()
         return metrics
@@ -495,6 +510,8 @@ class SelfDistillTrainer(ResumableTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            if self.console_report is not None:
+                self.console_report.stop()
             for engine in (self.rollout_engine, self.eval_engine):
                 close(engine)
 
@@ -523,7 +540,7 @@ class SelfDistillTrainer(ResumableTrainer):
         assert self.run_log is not None
         self.run_log.sync()
         with written_at_once(target) as unfinished:
-            unfinished.write_text(model_card(self.args, Path(self.args.run_dir)), encoding="utf-8")
+            unfinished.write_text(self.card(), encoding="utf-8")
 
     def log_rollouts(
         self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
@@ -565,6 +582,10 @@ class SelfDistillTrainer(ResumableTrainer):
             state_dict = state_dict or trained_parameters(self.model)
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
+            (Path(output_dir) / "README.md").write_text(self.card(), encoding="utf-8")  # in place of peft's template
+
+    def card(self) -> str:
+        return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path)
 
     def save_extra(self, folder: Path) -> None:
         self.teacher.weights.save(folder)
@@ -572,6 +593,14 @@ class SelfDistillTrainer(ResumableTrainer):
         save_state(self.objective.state(), folder, "method")
         assert self.run_log is not None  # the main process has opened it
         self.run_log.sync()
+
+    def settle(self) -> None:
+        super().settle()
+        self._method_state = copy.deepcopy(self.objective.state())
+
+    def restore_settled(self) -> None:
+        super().restore_settled()
+        self.objective.load_state(self._method_state)
 
     def load_extra(self, folder: Path) -> None:
         self.teacher.weights.load(folder)
@@ -610,6 +639,14 @@ class StepCallbacks(TrainerCallback):
         self.trainer.finish_step()
         if state.global_step >= state.max_steps and self.trainer.eval_examples:
             control.should_evaluate = True
+
+
+def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer that the caller made has a rate of its own, which is the run's peak rate then."""
+    rate = float(max(group["lr"] for group in optimizer.param_groups))
+    if rate != args.learning_rate:
+        logger.warning("learning_rate is that of the optimizer, %g, not %g", rate, args.learning_rate)
+        args.learning_rate = rate
 
 
 def no_progress(phase: str, done: int, total: int) -> None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 
-from firedistill.config import SelfDistillConfig, optimisation_setting, run_folder, run_setting, training_setting
+from firedistill.config import WarmStartConfig
 from firedistill.metrics import Metrics
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
@@ -25,33 +24,6 @@ from firedistill.tasks.guard import TaskFault
 from firedistill.trainer import SelfDistillTrainer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class WarmStartConfig(SelfDistillConfig):
-    """The settings of a training run with the defaults of a warm start."""
-
-    method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
-    max_steps: int = optimisation_setting(100, "Optimizer steps.")
-    learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
-    warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
-    eval_steps: float | None = run_setting(
-        0, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
-    )
-    save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
-
-    feedback_share: float = training_setting(
-        0.0,
-        "Share of the rows that get the teacher's prompt, with feedback about a wrong attempt (the solution of another problem), "
-        "so that the teacher learns to read feedback.",
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.feedback_share <= 1:
-            raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
-        if self.output_dir is None:
-            self.output_dir = run_folder(self.task, "warmstart", self.seed)
-        super().__post_init__()
 
 
 class WarmStartTrainer(SelfDistillTrainer):

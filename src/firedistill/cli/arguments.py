@@ -33,10 +33,6 @@ def option_names(text: str) -> list[str]:
     return [name.replace("-", "_") for name in text.split(",") if name]
 
 
-def wants_help(arguments: Sequence[str]) -> bool:
-    return any(argument in {"-h", "--help", "--help-all"} for argument in arguments)
-
-
 def split_recipe(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """The recipe, if the first argument is one, and the other arguments."""
     if arguments and not arguments[0].startswith("--"):

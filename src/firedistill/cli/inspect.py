@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,12 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
-from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe, wants_help
-from firedistill.cli.console import accuracy_line
-from firedistill.config import SelfDistillConfig
+from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
+from firedistill.cli.names import wants_help
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.sharding import gather, lockstep
@@ -24,38 +26,69 @@ from firedistill.prompts import shown_prompt, teacher_messages
 from firedistill.recipes import read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
-from firedistill.run.checkpoints import newest_checkpoint
+from firedistill.run.checkpoints import newest_checkpoint, read_json
+from firedistill.run.console import accuracy_line
 from firedistill.run.log import read_jsonl
 from firedistill.setup import Setup, load_setup
 from firedistill.tasks import Example
 from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
-from firedistill.warmstart import WarmStartConfig
 
 
 def setup_for(arguments: Sequence[str]) -> Setup:
-    """Model, adapter, task and held-out problems of a run directory (a warm start's too) or a recipe; nothing to train on."""
-    arguments = list(arguments)
-    recipe, rest = split_recipe(arguments)
-    given = any(argument.startswith(("--initial_adapter", "--initial-adapter")) for argument in rest)
-    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and not given:
+    """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe."""
+    arguments = arguments_of_adapter(arguments)
+    recipe, _ = split_recipe(arguments)
+    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and not is_given("initial_adapter", arguments):
         adapter = Path(recipe) / "adapter"
         if not adapter.is_dir():
-            raise ValueError(f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint by --initial_adapter")
+            raise ValueError(
+                f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint: {recipe}/checkpoint-N"
+            )
         arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
     return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False)
 
 
+def is_given(option: str, arguments: Sequence[str]) -> bool:
+    return any(argument.partition("=")[0].replace("-", "_") == f"__{option}" for argument in arguments)
+
+
+def arguments_of_adapter(arguments: Sequence[str]) -> list[str]:
+    """The arguments, where a folder that holds an adapter in place of the recipe stands for its run's settings and `--initial_adapter`.
+
+    Raises:
+        ValueError: the adapter is not in a run directory, and no task is given.
+    """
+    folder, rest = split_recipe(arguments)
+    if folder is None or not (Path(folder) / "adapter_config.json").is_file():
+        return list(arguments)
+    run = Path(folder).resolve().parent
+    if (run / "config.yaml").is_file():
+        return [str(run), *rest, "--initial_adapter", folder]
+    if not is_given("task", rest):
+        raise ValueError(f"{folder} is an adapter outside of a run directory: name the task to evaluate it on, --task NAME")
+    if not is_given("model", rest):
+        base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path")
+        if not base:
+            raise ValueError(f"{folder} does not name its base model: name it, --model NAME")
+        rest += ["--model", str(base)]
+    return [*rest, "--initial_adapter", folder]
+
+
 def eval_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
-            "firedistill eval RUN|RECIPE [--initial_adapter DIR] [--task NAME] [--eval_size N] ...\n\n"
-            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train."
+            "firedistill eval RUN|ADAPTER|RECIPE [--task NAME] [--eval_size N] [--json] ...\n\n"
+            "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), ADAPTER the folder of an\n"
+            "adapter or a checkpoint, RECIPE as in train. --json prints one JSON object."
         )
         return 0
-    setup = setup_for(arguments)
+    parser = Parser()
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(list(arguments))
+    setup = setup_for(rest)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
@@ -68,6 +101,9 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, setup.args, show, every)
     if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
+    if options.json:
+        console.print(json.dumps(summary), soft_wrap=True)
+        return 0
     console.print(accuracy_line(summary, prefix=""))
     for name, value in summary.items():
         if name.startswith("accuracy_"):
@@ -78,15 +114,17 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
 def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
-            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] ...\n"
+            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] [--prompts] ...\n"
             "firedistill inspect RUN --save [--count N] [--example INDEX] [--checkpoint STEP] ...\n\n"
-            "Student prompt, a sampled response, the verdict, the feedback fields, every teacher view, and a table per token.\n"
+            "A sampled response, a table of its tokens, the verdict and the feedback fields; with --prompts also what student and\n"
+            "teacher are asked.\n"
             "--save writes N examples from INDEX on to RUN/attribution/, which firedistill report shows.\n"
             "--checkpoint uses student and teacher of that step instead of the last ones."
         )
         return 0
     parser = Parser()
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--prompts", action="store_true")
     parser.add_argument("--example", type=from_zero, default=0)
     parser.add_argument("--count", type=from_zero, default=1)
     parser.add_argument("--split", default="eval")
@@ -126,7 +164,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if not options.save:
         with in_use(engine), console.status("sampling a response and scoring it under every teacher view"):
             inspection = inspect_example(setup, engine, inspector, examples[first])
-        print_inspection(inspection, teacher, console)
+        print_inspection(inspection, teacher, console, prompts=options.prompts)
         return 0
     records = []
     with in_use(engine):
@@ -157,19 +195,23 @@ def inspect_example(setup: Setup, engine: RolloutEngine, inspector: Inspector, e
     return inspector.inspect(rollouts[0])
 
 
-def print_inspection(inspection: Inspection, teacher: Teacher, console: Console, views: bool = True) -> None:
-    """Print everything about the example, in the order of its stages. Text of models and datasets is never markup."""
+def print_inspection(inspection: Inspection, teacher: Teacher, console: Console, prompts: bool = False) -> None:
+    """Print the response, its tokens, the verdict and the feedback; the prompts on request.
+
+    Text of models and datasets is never markup.
+    """
     rollout = inspection.rollout
     verdict = rollout.verdict
 
     def panel(text: str, title: str) -> None:
         console.print(Panel(Text(visible(text)), title=Text(visible(title)), title_align="left"))
 
-    panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
+    console.print(Text(visible(f"{rollout.example.uid}: {rollout.example.question}")))
     panel(
         rollout.response.text,
         f"response, {len(rollout.response_ids)} tokens{'' if rollout.response.finished else ', unfinished'}",
     )
+    console.print(token_table(inspection, console.width))
     panel(
         f"correct: {verdict.correct}\nsubmitted: {verdict.submitted}\nexpected: {verdict.expected}\n"
         f"well-formed: {verdict.well_formed}\ncorrect by a lenient reading: {verdict.lenient_correct}",
@@ -177,31 +219,49 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     )
     for number, field in enumerate(rollout.feedback, start=1):
         panel(field.text, f"feedback field {number}, {field.name}")
-    if views:
-        for view in ["full", *range(len(rollout.feedback)), "none"]:
-            title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
-            message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
-            panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
-    console.print(token_table(inspection))
+    if not prompts:
+        console.print("--prompts shows what student and teacher are asked", style="dim")
+        return
+    panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
+    for view in ["full", *range(len(rollout.feedback)), "none"]:
+        title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
+        message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
+        panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
 
 
-def token_table(inspection: Inspection) -> Table:
-    """Radius, gate, attribution and contraction of every response token; tokens over the radius stand out."""
+def token_table(inspection: Inspection, width: int = 160) -> Table:
+    """Radius, gate, attribution and contraction of every response token; tokens over the radius stand out.
+
+    Args:
+        width: columns of the terminal. The fields stand under numbers, and as many columns as fit are shown: the token, its influence
+            |g_c| and the attribution come first.
+    """
     target, names = inspection.target, [field.name for field in inspection.rollout.feedback]
     branch = "correct: beta applies" if inspection.rollout.verdict.correct else "incorrect: chi, alpha, eta apply"
-    table = Table(title=f"per token ({branch})")
-    table.add_column("token")
-    for title in ["rho", "|g_c|", "chi", "alpha full", *(f"alpha {name}" for name in names), "eta", "beta"]:
-        table.add_column(Text(visible(title)), justify="right")
+    influence = [f"{float(energy) ** 0.5:.4f}" for energy in target.energy]
+    columns = {"|g_c|": influence, "rho": _cells(target.rho, 4)}
+    columns |= {f"a{number}": _cells(target.alpha[number], 3) for number in range(1, len(names) + 1)}
+    columns |= {"eta": _cells(target.eta, 3), "chi": _cells(target.chi, 3), "beta": _cells(inspection.beta, 3)}
+    columns |= {"a0": _cells(target.alpha[0], 3)}
+    room = width - 22  # for the token and the frame
+    shown = []
+    for title, cells in columns.items():
+        room -= max(len(title), *map(len, cells)) + 3
+        if room < 0:
+            break
+        shown.append(title)
+    legend = "; ".join([*(f"a{number} {name}" for number, name in enumerate(names, start=1)), "a0 full feedback"])
+    hidden = [title for title in columns if title not in shown]
+    note = f"\nnot shown in {width} columns: {', '.join(hidden)}" if hidden else ""
+    table = Table(title=f"per token ({branch})", caption=Text(visible(legend) + note))
+    table.add_column("token", overflow="fold", max_width=16)
+    for title in shown:
+        table.add_column(title, justify="right", no_wrap=True)
     for t, token in enumerate(inspection.tokens):
-        alphas = [f"{float(a):.3f}" for a in target.alpha[:, t]]
-        values = [float(target.rho[t]), float(target.energy[t]) ** 0.5, float(target.chi[t])]
-        table.add_row(
-            Text(repr(token)[1:-1]),
-            *(f"{value:.4f}" for value in values),
-            *alphas,
-            f"{float(target.eta[t]):.3f}",
-            f"{float(inspection.beta[t]):.3f}",
-            style="bold yellow" if target.chi[t] > 0 else None,
-        )
+        style = "bold yellow" if target.chi[t] > 0 else None
+        table.add_row(Text(repr(token)[1:-1]), *(columns[title][t] for title in shown), style=style)
     return table
+
+
+def _cells(values: Tensor, digits: int) -> list[str]:
+    return [f"{float(value):.{digits}f}" for value in values]

@@ -1,8 +1,9 @@
-"""The command line: `firedistill warmstart | train | eval | inspect | suite | report | bench`."""
+"""The command line: `firedistill COMMAND`."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from firedistill.terminal import of_rank, process_rank, unfailing_output, visible
+import firedistill
+from firedistill.cli.names import check_names
+from firedistill.terminal import of_rank, plain_console, unfailing_output, visible
 
 EPILOGUE = """\
 examples:
@@ -40,11 +43,15 @@ COMMANDS = {
     "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
     "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
+    "completion": (
+        "completion:completion_command",
+        "a script that completes commands, options and methods in bash, zsh or fish",
+    ),
     "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),
 }
 # Commands, and options of any command, whose only result is what they print.
-PRINTING_COMMANDS = {"eval", "inspect"}
-PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--status", "--dry-run", "--dry_run"}
+PRINTING_COMMANDS = {"eval", "inspect", "completion"}
+PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--version", "--status", "--dry-run", "--dry_run"}
 
 LOST = (
     "another process of this run has ended, or has not answered within ddp_timeout; see its message. The same command continues from "
@@ -75,16 +82,19 @@ def run(arguments: Sequence[str]) -> int:
         epilog=EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"firedistill {firedistill.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, add_help=False)
         command.add_argument("rest", nargs=argparse.REMAINDER)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {arguments[0]!r}; {hint}")
     parsed, unknown = parser.parse_known_args(arguments)
-    # Paths, names and texts of others are never markup.
-    console = Console(
-        width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False, quiet=process_rank() > 0
-    )
+    console = plain_console()
     try:
+        check_names(parsed.command, unknown + parsed.rest)
         return load_command(parsed.command)(unknown + parsed.rest, console)
     except KeyboardInterrupt:
         Console(stderr=True).print(

@@ -11,21 +11,20 @@ from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
-from transformers import TrainerCallback
 
-from firedistill.cli.arguments import Parser, config_of, option_names, wants_help
-from firedistill.cli.console import ConsoleReport, before_and_after, correct_rate_trend
+from firedistill.cli.arguments import Parser, config_of, option_names
+from firedistill.cli.names import wants_help
 from firedistill.cli.preflight import preflight
-from firedistill.config import SelfDistillConfig
+from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
 from firedistill.objectives import registered_objectives
 from firedistill.recipes import built_in_recipes, default_of, option_groups
-from firedistill.report.curves import plot_runs
+from firedistill.run.console import before_and_after, correct_rate_trend
 from firedistill.run.directory import RunLock, refuse_other_files
 from firedistill.run.identity import refuse_another_run
 from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
-from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
+from firedistill.warmstart import WarmStartTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +75,9 @@ def run_training(
             check_before_training(trainer, console, notes=options.preflight == "only")
             if options.preflight == "only":
                 return 0
-        report = ConsoleReport(trainer, console)
-        trainer.add_callback(report)
-        trainer.add_callback(CurvesAtTheEnd())
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
-        finally:
-            report.stop()
+        if trainer.console_report is not None:
+            trainer.console_report.console = console
+        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
     if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
@@ -91,18 +86,6 @@ def run_training(
     if trainer.is_world_process_zero():
         print_summary(trainer, folder, console)
     return 0
-
-
-class CurvesAtTheEnd(TrainerCallback):
-    """Draws the curves of the run when training ends or stops."""
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            folder = Path(args.run_dir)
-            try:
-                plot_runs([folder], folder / "curves.png")
-            except (OSError, ValueError) as error:
-                logger.error("curves.png could not be written (%s); later: firedistill report %s -o curves.png", error, folder)
 
 
 def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: bool) -> None:
@@ -165,5 +148,9 @@ def print_help(config_class: type[SelfDistillConfig], console: Console, command:
     inherited = [f.name for f in fields(config_class) if f.init and f.name not in ours]
     out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
     if everything:
-        out += textwrap.wrap(", ".join(inherited), 100, initial_indent="  ", subsequent_indent="  ")
+        for f in fields(config_class):
+            if f.name in inherited and f.name not in UNUSED:
+                out += [f"  --{f.name} ({default_of(f)})"]
+                out += textwrap.wrap(str(f.metadata.get("help", "")), 100, initial_indent="      ", subsequent_indent="      ")
+        out += textwrap.wrap(f"Without effect on these runs, and refused: {', '.join(sorted(UNUSED))}.", 100)
     console.print("\n".join(out))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from transformers import TrainerCallback
 
 from firedistill.files import written_at_once
 from firedistill.report.charts import THINNED, drawn
 from firedistill.report.log import EVALUATIONS, METRICS, read_log
 from firedistill.report.read import UNREADABLE, left_out, running_mean, shown
+
+logger = logging.getLogger(__name__)
 
 # Panel title, column, logarithmic axis.
 PANELS = [
@@ -89,3 +93,15 @@ def plot_runs(
     with written_at_once(path) as unfinished:
         figure.savefig(unfinished, dpi=140)
     return path
+
+
+class CurvesAtTheEnd(TrainerCallback):
+    """Draws the curves of the run when training ends or stops."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            folder = Path(args.run_dir)
+            try:
+                plot_runs([folder], folder / "curves.png")
+            except (OSError, ValueError) as error:
+                logger.error("curves.png could not be written (%s); later: firedistill report %s -o curves.png", error, folder)

@@ -257,29 +257,3 @@ def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict
         "trained": trained,
         "feedback": [{"name": text(field.name), "text": text(field.text)} for field in rollout.feedback],
     }
-
-
-def model_card(config: Any, folder: Path) -> str:
-    """A short card: what this adapter is, how it was made, what it scored."""
-    evaluations = read_jsonl(folder / "evals.jsonl")
-    lines = [
-        "---",
-        "library_name: peft",
-        "tags: [firedistill, self-distillation, lora]",
-        "---",
-        "",
-        f"# {config.model} on {config.task}, {config.method}",
-        "",
-        f"A LoRA adapter trained by feedback-based on-policy self-distillation (`{config.method}`) with firedistill: "
-        f"{config.max_steps} optimizer steps, peak learning rate {config.learning_rate:g}, seed {config.seed}. "
-        "`config.yaml` holds every setting and can be trained again.",
-        "",
-        "| step | accuracy | lenient | well-formed | n |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['step']} | {row['accuracy']:.3f} ± {row['stderr']:.3f} | {row['lenient_accuracy']:.3f} "
-        f"| {row['well_formed_rate']:.3f} | {row['n']} |"
-        for row in evaluations
-    ]
-    return "\n".join(lines) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import TrainOutput
 
 from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
@@ -26,7 +28,7 @@ from firedistill.models.sharding import lockstep
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.directory import FINISHED, RunLock, mark_finished, remove, remove_run
-from firedistill.run.signals import StopRequest
+from firedistill.run.signals import StopOverdue, StopRequest
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +69,8 @@ class ResumableTrainer(Trainer):
         settings.save_only_model = False
         self._random_state: dict[str, Any] | None = None  # of the checkpoint, until the first step takes it
         self._allowed_changes: dict[str, str] = {}
-        self.stop = StopRequest(self)
+        self._settled: dict[str, Any] | None = None  # the random state at the end of the last step, until an update begins
+        self.stop = StopRequest(self, self.args.stop_within)
         self.add_callback(self.stop)
 
     def identity(self) -> dict[str, Any]:
@@ -127,7 +130,11 @@ class ResumableTrainer(Trainer):
             remove(run / FINISHED)
         self.begin_run(step)
         with self.stop:
-            result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
+            try:
+                result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
+            except StopOverdue:
+                self.save_settled()
+                return TrainOutput(self.state.global_step, math.nan, {})
             if self.stop.signal is None or self.state.global_step >= self.state.max_steps:
                 self.take_random_state()  # of a run that was stopped after its last step
                 self.end_run()
@@ -207,6 +214,32 @@ class ResumableTrainer(Trainer):
     def keep_random_state(self) -> None:
         """Keep the present random state for the first step, whatever the data loader draws until then."""
         self._random_state = checkpoints.random_state()
+
+    def settle(self) -> None:
+        """The state is that of the end of a step: weights, optimizer and teacher change only after `unsettle`."""
+        self._settled = checkpoints.random_state()
+
+    def unsettle(self) -> None:
+        """An update begins."""
+        self._settled = None
+
+    def restore_settled(self) -> None:
+        """Undo what a step changes before its first update."""
+        assert self._settled is not None
+        checkpoints.restore_random_state(self._settled)
+
+    def save_settled(self) -> None:
+        """Save the end of the last step from within the next one, or from within an evaluation."""
+        step = self.state.global_step
+        if self._settled is not None and self.args.world_size == 1:
+            self.restore_settled()
+            if not checkpoints.checkpoint_folder(self.args.run_dir, step).is_dir():
+                self._save_checkpoint(self.model, None)
+            logger.warning("what followed step %d took longer than stop_within (%g s): dropped", step, self.stop.within)
+        else:
+            last = checkpoints.newest_checkpoint(self.args.run_dir)
+            kept = f"{last.name} remains" if last is not None else "there is no checkpoint yet"
+            logger.warning("step %d took longer than stop_within (%g s) to end: dropped; %s", step + 1, self.stop.within, kept)
 
     # ---- Writing -------------------------------------------------------------------------------------------------------------
 

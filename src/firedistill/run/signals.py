@@ -23,23 +23,35 @@ UNLESS_USED = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2"
 _IMPORTED_BY, _PARENT = os.getpid(), os.getppid()
 
 
+class StopOverdue(KeyboardInterrupt):
+    """Raised in the main thread where a requested stop takes longer than it may."""
+
+
 class StopRequest(TrainerCallback):
     """Stops training with a checkpoint once any process has received a signal that asks for it.
 
     Used as a context, it handles SIGTERM and Ctrl-C, and SIGHUP, SIGUSR1, SIGUSR2 and SIGXCPU unless they are ignored (`nohup`) or
-    have a handler. The first signal is recorded, and a second Ctrl-C raises KeyboardInterrupt. Outside the main thread, where Python
-    cannot handle signals, it does nothing. As a callback, it stops the trainer. An evaluation that the last step requires is left to
-    the resumed run, since the sender of the signal may not wait for it.
+    have a handler. The first signal is recorded. A second Ctrl-C raises KeyboardInterrupt; so does a second SIGTERM
+    after a second, since launchers repeat signals. Outside the main thread, where Python cannot handle signals, it does nothing.
+    As a callback, it stops the trainer. An evaluation that the last step requires is left to the resumed run, since the sender of the
+    signal may not wait for it.
 
     A process of torchrun whose launcher has ended receives SIGTERM.
+
+    Args:
+        trainer: the trainer to stop.
+        within: seconds after the first signal at which `StopOverdue` is raised; None for no limit.
 
     Attributes:
         signal: the number of the recorded signal, or None.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, within: float | None = None):
+        self.trainer, self.within = trainer, within
         self.signal: int | None = None
+        self._recorded = 0.0  # when, by the monotonic clock
+        self._overdue = False
+        self._timer: threading.Timer | None = None
         self._handlers: dict[int, Any] = {}
         self._ended = threading.Event()
         self._launcher = _PARENT if os.getpid() == _IMPORTED_BY else os.getppid()
@@ -50,7 +62,7 @@ class StopRequest(TrainerCallback):
         return signal.Signals(self.signal).name if self.signal is not None else ""
 
     def __enter__(self) -> StopRequest:
-        self.signal = None
+        self.signal, self._overdue = None, False
         if threading.current_thread() is threading.main_thread():
             unused = [number for number in UNLESS_USED if signal.getsignal(number) is signal.SIG_DFL]
             self._handlers = {number: signal.signal(number, self._record) for number in (*ALWAYS, *unused)}
@@ -61,6 +73,8 @@ class StopRequest(TrainerCallback):
 
     def __exit__(self, *error: object) -> None:
         self._ended.set()
+        if self._timer is not None:
+            self._timer.cancel()
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -71,14 +85,28 @@ class StopRequest(TrainerCallback):
             time.sleep(min(0.2, seconds))
 
     def _record(self, number: int, frame: FrameType | None) -> None:
+        if self._overdue:
+            self._overdue = False  # once
+            raise StopOverdue
         if self.signal is not None:
-            if number == signal.SIGINT:
+            alone = number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ
+            if number in ALWAYS and (alone or time.monotonic() > self._recorded + 1.0):
                 raise KeyboardInterrupt
             return
-        self.signal = number
+        self.signal, self._recorded = number, time.monotonic()
+        limit = "" if self.within is None else f", for at most {self.within:g} s"
         hint = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
         with suppress(OSError):  # not `print`: the signal may have interrupted one
-            os.write(2, f"\n{self.name}: finishing this step, then saving a checkpoint{hint}\n".encode())
+            os.write(2, f"\n{self.name}: finishing this step{limit}, then saving a checkpoint{hint}\n".encode())
+        if self.within is not None:
+            self._timer = threading.Timer(self.within, self._expire, [threading.get_ident()])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _expire(self, main_thread: int) -> None:
+        if not self._ended.is_set():
+            self._overdue = True
+            signal.pthread_kill(main_thread, signal.SIGTERM)
 
     def _watch_launcher(self) -> None:
         while not self._ended.wait(1.0):
@@ -88,8 +116,9 @@ class StopRequest(TrainerCallback):
                 return
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.trainer.evaluation_due = control.should_evaluate
+        self.trainer.settle()
         if self._requested():
-            self.trainer.evaluation_due = control.should_evaluate
             control.should_evaluate = False
             control.should_save = control.should_training_stop = True
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,13 @@ class GuardedTracker(TrainerCallback):
                 problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 logger.warning("the tracker %s (%s); training continues, and metrics.jsonl has every step", failure, problem)
             return None
+
+
+def check_trackers(names: str | Sequence[str] | None) -> None:
+    """Raise ImportError for a tracker of `report_to` whose package is not installed."""
+    named = {names} if isinstance(names, str) else set(names or ())
+    for name in sorted(named & set(INTEGRATION_TO_CALLBACK) - set(get_available_reporting_integrations())):
+        raise ImportError(f"report_to {name}: its package is not installed: pip install {name}, or leave report_to out")
 
 
 def guard_trackers(callbacks: list[TrainerCallback]) -> list[GuardedTracker]:

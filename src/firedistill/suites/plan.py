@@ -188,9 +188,8 @@ def planned(
 
 def resolved(command: str, recipe: str, settings: Mapping[str, Any]):
     """The configuration of a run, validated as the run itself validates it."""
-    from firedistill.config import SelfDistillConfig
+    from firedistill.config import SelfDistillConfig, WarmStartConfig
     from firedistill.recipes import build_config
-    from firedistill.warmstart import WarmStartConfig
 
     # Planning must work on machines without the accelerator of the runs.
     kind = WarmStartConfig if command == "warmstart" else SelfDistillConfig

@@ -14,7 +14,7 @@ import yaml
 
 from firedistill.tasks.answers.numbers import numeric_gold
 from firedistill.tasks.numeric import NumericTask
-from firedistill.tasks.sources import optional_text, text_field
+from firedistill.tasks.sources import optional_text, refuse_data, text_field
 from firedistill.tasks.types import Example
 
 # The equally likely kinds of problems of a level: (steps of the working, size of the numbers).
@@ -51,11 +51,12 @@ class Arithmetic(NumericTask):
         self.name = "arithmetic" if level == "mixed" else f"arithmetic:{level}"
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """The first `n` problems of a stream that depends on level, split and seed only; `data_dir` is not used.
+        """The first `n` problems of a stream that depends on level, split and seed only.
 
         Raises:
-            ValueError: `split` is neither "train" nor "eval", or `n` is negative.
+            ValueError: `split` is neither "train" nor "eval", `n` is negative, or `data_dir` is given.
         """
+        refuse_data(self.name, data_dir)
         split, _ = self.resolve_split(split)
         if n is not None and n < 0:
             raise ValueError(f"n must be at least 0, or None for {DEFAULT_SIZE[split]} examples; got {n}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
-from firedistill.tasks.sources import DataError, text_field
+from firedistill.tasks.sources import DataError, refuse_data, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
 
@@ -76,11 +76,13 @@ class GymTask(Task):
         self._isolated_scorer: _IsolatedScorer | None = None
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """Generate `n` problems (1,000 if None), determined by `split` and `seed`; `data_dir` is not used.
+        """Generate `n` problems (1,000 if None), determined by `split` and `seed`.
 
         Raises:
-            ValueError: the split is neither `"train"` nor `"eval"`, `n` is out of range, or the dataset cannot be generated.
+            ValueError: the split is neither `"train"` nor `"eval"`, `n` is out of range, `data_dir` is given, or the dataset cannot be
+                generated.
         """
+        refuse_data(self.name, data_dir)
         if split not in FIRST_SEED:
             raise ValueError(f"{self.name} has no split {split!r}: it is generated, use 'train' or 'eval'")
         count = DEFAULT_COUNT if n is None else n

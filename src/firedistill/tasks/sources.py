@@ -43,6 +43,14 @@ class Rows:
         return f"{self.source}, row {self.numbers[index] if self.numbers else index + 1}"
 
 
+def refuse_data(name: str, data_dir: str | None) -> None:
+    """Raise a DataError if a task that generates its problems is given data."""
+    if data_dir is not None:
+        raise DataError(
+            f"{name} generates its problems and reads no data: leave data_dir ({data_dir}) out, or name another task"
+        )
+
+
 def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
     """The local file of a split, in `<data_dir>/<folder>` or else in `data_dir` itself.
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import TrainerCallback
+
+from firedistill.terminal import plain_console
 
 
 class Column(NamedTuple):
@@ -45,25 +47,20 @@ class ConsoleReport(TrainerCallback):
 
     Args:
         trainer: the trainer to watch.
-        console: where to print.
         rows: number of steps in the live table; earlier steps become lines above it.
+
+    Attributes:
+        console: where to print; it can be replaced before training.
     """
 
-    def __init__(self, trainer: Any, console: Console, rows: int = 12):
-        self.trainer, self.console, self.rows = trainer, console, rows
+    def __init__(self, trainer: Any, rows: int = 12):
+        self.trainer, self.console, self.rows = trainer, plain_console(), rows
         self.columns: list[Column] = []
         self.latest: list[tuple[dict[str, float], str]] = []
         self.scrolled = False
         trainer.on_progress = self.phase
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[phase]}"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self.live = Live(console=console, get_renderable=self.render, refresh_per_second=4) if console.is_terminal else None
+        self.progress: Progress
+        self.live: Live | None = None
         self.bar: TaskID | None = None
 
     def stop(self) -> None:
@@ -76,6 +73,17 @@ class ConsoleReport(TrainerCallback):
             self.progress.update(self.bar, phase=f"{name} {done}/{total}")
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[phase]}"),
+            TimeRemainingColumn(),
+            console=self.console,
+        )
+        self.columns, self.latest, self.scrolled = [], [], False
+        if self.console.is_terminal:
+            self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         if state.global_step:
             self.print(f"resuming after step {state.global_step}, from {self.trainer.resumed_from}")
         self.bar = self.progress.add_task("steps", total=state.max_steps, completed=state.global_step, phase="")
