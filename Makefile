@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-versions test-vllm lint clean
+.PHONY: demo site test test-slow test-versions test-vllm lint clean
 
 demo: $(STAMP)
 	@echo "== 1 of 2: a short warm start on gold solutions, so that there is something to distil"
@@ -34,6 +34,11 @@ test-slow: $(STAMP)
 # The core dependencies at their lower bounds, in an environment of its own (about 1 GB)
 test-versions:
 	PYTHON=$(PYTHON) tests/versions.sh lowest
+
+# The documentation site, in docs/_build/html
+site: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]" -c constraints.txt
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
 
 # Rollouts by vLLM: its CPU build in an environment of its own (about 4 GB), the real engine and the real server
 test-vllm:

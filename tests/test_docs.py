@@ -36,6 +36,8 @@ PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "d
 PYTHON = {
     "README.md": ["from firedistill import SelfDistillConfig", "from firedistill import Example"],
     "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
+    "docs/tutorial.md": ["from firedistill import SelfDistillConfig"],
+    "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig("],
 }
 TINY = dict(
     model_dtype="float32",
@@ -167,6 +169,20 @@ def test_the_readmes_first_example_runs(tmp_path, monkeypatch):
     assert trained
 
 
+def test_the_example_of_the_tutorial_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example("docs/tutorial.md", PYTHON["docs/tutorial.md"][0]), "tutorial.md", "exec"), {"__name__": "readme"})
+    assert len(read_jsonl(tmp_path / "runs" / "python" / "metrics.jsonl")) == 4
+    assert "held-out, step 4: " in capsys.readouterr().out
+
+
+def test_the_recipe_for_those_who_know_trl_is_one_of_ours():
+    source = example("docs/from-trl.md", PYTHON["docs/from-trl.md"][0]).partition("\nSelfDistillTrainer(")[0]
+    names = {"SelfDistillConfig": lambda **settings: SelfDistillConfig(use_cpu=True, **settings)}
+    exec(compile(source, "from-trl.md", "exec"), names)
+    assert names["config"].method == "full_context"
+
+
 def test_the_suite_of_ones_own_is_a_suite(tmp_path, monkeypatch):
     (source,) = blocks("docs/suites.md", "yaml")
     monkeypatch.chdir(tmp_path)
@@ -273,7 +289,8 @@ def desk(modules, finished_run, monkeypatch):
     place = modules / "desk"
     place.mkdir()
     monkeypatch.chdir(place)
-    for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x"):
+    of_the_tutorial = [f"lab-arithmetic-{method}-lr0.0003-seed0" for method in ("fire", "full_context")]
+    for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x", *of_the_tutorial):
         shutil.copytree(finished_run, place / "runs" / name)
     Path("runs/a/checkpoint-2").rename("runs/a/checkpoint-100")
     Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")

@@ -1,0 +1,106 @@
+"""The documentation site: `make site` builds it into docs/_build."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import firedistill
+
+project = "firedistill"
+author = "firedistill contributors"
+copyright = "firedistill contributors"
+release = version = firedistill.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+exclude_patterns = ["_build", "README.md"]  # README.md is the index on a code host
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["Class attributes"]
+suppress_warnings = ["myst.header"]
+smartquotes = False  # `--option` stays as it is
+
+html_theme = "furo"
+html_title = f"firedistill {version}"
+html_static_path: list[str] = []
+
+HERE = Path(__file__).parent
+
+
+def options_page() -> str:
+    """All options of a run by group, from their declarations."""
+    from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
+    from firedistill.recipes import default_of, option_groups
+
+    lines = [
+        "# Options",
+        "",
+        "Options of `firedistill train`, fields of `SelfDistillConfig`, and keys of a YAML recipe have the same names. Every option of",
+        "`transformers.TrainingArguments` is accepted as well, except those at the end of this page.",
+    ]
+    for group, options in option_groups(SelfDistillConfig).items():
+        lines += ["", f"## {group}", "", "| option | default | |", "|---|---|---|"]
+        for option in options:
+            lines.append(f"| `{option.name}` | {_code(default_of(option))} | {_cell(option.metadata['help'])} |")
+    ours = {option.name for options in option_groups(SelfDistillConfig).values() for option in options}
+    lines += ["", "## Warm starts", "", "`firedistill warmstart` has these defaults and options of its own.", ""]
+    lines += ["| option | default | |", "|---|---|---|"]
+    defaults = {option.name: default_of(option) for options in option_groups(SelfDistillConfig).values() for option in options}
+    for options in option_groups(WarmStartConfig).values():
+        for option in options:
+            if option.name not in ours or default_of(option) != defaults[option.name]:
+                lines.append(f"| `{option.name}` | {_code(default_of(option))} | {_cell(option.metadata['help'])} |")
+    lines += ["", "## Options of TrainingArguments without effect", "", "Setting one of these is an error.", ""]
+    lines += ["| option | |", "|---|---|", *(f"| `{name}` | {hint} |" for name, hint in sorted(UNUSED.items()))]
+    return "\n".join(lines) + "\n"
+
+
+def methods_page() -> str:
+    """All methods with their settings."""
+    from dataclasses import fields
+
+    from firedistill.objectives import registered_objectives
+
+    lines = [
+        "# Methods",
+        "",
+        "`--method NAME` selects a method, `--method_settings.SETTING VALUE` changes one of its settings.",
+    ]
+    for name, method in registered_objectives().items():
+        summary = next((line for line in (method.__doc__ or "").splitlines() if line.strip()), "")
+        lines += ["", f"## {name}", "", summary.strip()]
+        if settings := fields(method):
+            lines += ["", "| setting | default | |", "|---|---|---|"]
+            lines += [f"| `{f.name}` | {_code(f.default)} | {_cell(f.metadata.get('help', ''))} |" for f in settings]
+    return "\n".join(lines) + "\n"
+
+
+def _code(value: object) -> str:
+    return f"`{value}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"([|{}<>*_])", r"\\\1", text)
+
+
+def write_generated(app: object) -> None:
+    for name, page in (("options.md", options_page), ("methods.md", methods_page)):
+        target, text = HERE / "reference" / name, page()
+        if not target.is_file() or target.read_text(encoding="utf-8") != text:
+            target.write_text(text, encoding="utf-8")
+
+
+def outside_links(app: object, page: str, source: list[str]) -> None:
+    """Files of the repository that are no pages are named, not linked."""
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)\)", r"\1 (`\2` in the repository)", source[0])
+
+
+def setup(app):  # type: ignore[no-untyped-def]
+    app.connect("builder-inited", write_generated)
+    app.connect("source-read", outside_links)

@@ -1,0 +1,109 @@
+"""The pictures of docs/concepts.md, from a run: python docs/figures.py [RUN]. Without a run it trains the lab model for two steps.
+
+Each picture is written in a light and a dark version to docs/images/.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+IMAGES = Path(__file__).parent / "images"
+# Okabe and Ito's colours, which colour-blind readers tell apart, and a grey for what is not at issue.
+FIELDS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]
+REST, OVER = "#8a8a8a", "#d55e00"
+THEMES = {"light": ("#222222", "#ffffff"), "dark": ("#dddddd", "#131416")}
+
+
+def wrong_answer(run: Path) -> dict[str, Any]:
+    """The first wrong answer whose attribution the run has saved before its first step."""
+    saved = json.loads((run / "attribution" / "step_000000.json").read_text(encoding="utf-8"))
+    return saved["examples"][0]
+
+
+def shown(token: str) -> str:
+    return token.replace("\n", "\\n").replace("$", r"\$").replace("<|im_end|>", "end") or " "
+
+
+def axes(title: str, tokens: list[str], colour: str, background: str) -> Any:
+    figure, ax = plt.subplots(figsize=(8, 3), facecolor=background, layout="constrained")
+    ax.set_facecolor(background)
+    ax.set_title(title, color=colour, loc="left", fontsize=10)
+    ax.set_xticks(range(len(tokens)), [shown(token) for token in tokens], family="monospace", color=colour)
+    ax.tick_params(colors=colour)
+    for side, spine in ax.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(colour)
+    return figure, ax
+
+
+def legend(ax: Any, colour: str, columns: int = 2) -> None:
+    ax.legend(frameon=False, labelcolor=colour, fontsize=8, ncols=columns, loc="upper left")
+
+
+def radius(example: dict[str, Any], colour: str, background: str) -> Any:
+    figure, ax = axes("Gradient that the full feedback asks for, and the radius", example["tokens"], colour, background)
+    over = [OVER if norm > rho else REST for norm, rho in zip(example["gradient_norm"], example["rho"], strict=True)]
+    ax.bar(range(len(over)), example["gradient_norm"], color=over, width=0.6, label="norm of the gradient g_c")
+    for position, rho in enumerate(example["rho"]):
+        ax.plot(
+            [position - 0.42, position + 0.42],
+            [rho, rho],
+            color=FIELDS[0],
+            linewidth=2,
+            label="radius ρ" if not position else None,
+        )
+    ax.set_ylim(0, max(*example["gradient_norm"], *example["rho"]) * 1.3)
+    legend(ax, colour)
+    return figure
+
+
+def attribution(example: dict[str, Any], colour: str, background: str) -> Any:
+    figure, ax = axes("Weights of the mixed target, per token", example["tokens"], colour, background)
+    bottom = list(example["alpha_full"])
+    ax.bar(range(len(bottom)), bottom, color=REST, width=0.7, label="α₀ full feedback")
+    for field, weights, hue in zip(example["fields"], example["alpha"], FIELDS, strict=False):
+        ax.bar(range(len(bottom)), weights, bottom=bottom, color=hue, width=0.7, label=f"α without {field['name']}")
+        bottom = [low + weight for low, weight in zip(bottom, weights, strict=True)]
+    ax.set_ylim(0, 1.45)
+    ax.set_yticks([0, 0.5, 1])
+    legend(ax, colour, columns=3)
+    return figure
+
+
+def contraction(example: dict[str, Any], colour: str, background: str) -> Any:
+    figure, ax = axes("Share η of the mixed target that the radius allows", example["tokens"], colour, background)
+    cut = [OVER if eta < 1 else REST for eta in example["eta"]]
+    ax.bar(range(len(cut)), example["eta"], color=cut, width=0.6)
+    ax.axhline(1, color=colour, linewidth=0.8, linestyle=":")
+    ax.set_ylim(0, 1.15)
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    plt.rcParams["svg.hashsalt"] = "firedistill"
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(arguments[0] if arguments else folder)
+        if not arguments:
+            command = ["train", "lab", "--max_steps", "2", "--eval_size", "0", "--output_dir", str(run), "--overwrite"]
+            subprocess.run([sys.executable, "-m", "firedistill", *command], check=True)
+        example = wrong_answer(run)
+    for draw in (radius, attribution, contraction):
+        for theme, (colour, background) in THEMES.items():
+            figure = draw(example, colour, background)
+            figure.savefig(IMAGES / f"concepts-{draw.__name__}-{theme}.svg", metadata={"Date": None}, facecolor=background)
+            plt.close(figure)
+    print(json.dumps({name: example[name] for name in ("uid", "submitted", "expected")}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
