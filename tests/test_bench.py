@@ -150,8 +150,10 @@ def test_the_step_scale_leaves_one_response_in_ten_over_the_radius():
     # Beyond the full view, FIRE reads two views of one response in ten, then of all ten.
     one, all_ten = (facts["teacher_tokens"] - full["teacher_tokens"] for facts in (fire, all_over))
     assert 5 * one < all_ten < 20 * one
-    plain = steps.facts(steps.step("full_context", share_prefixes=False))["teacher_tokens"]
-    assert plain == sum(steps.teachers[False].view_tokens(rollout, "full") for rollout in steps.rollouts_with_feedback())
+    plain = steps.facts(steps.step("full_context", prescribed.ONE_BY_ONE))["teacher_tokens"]
+    assert plain == sum(
+        steps.teachers[prescribed.ONE_BY_ONE].view_tokens(rollout, "full") for rollout in steps.rollouts_with_feedback()
+    )
     assert full["teacher_tokens"] < plain  # the common beginning of the prompts of a micro-batch is read once
 
 
@@ -159,8 +161,8 @@ def test_a_repeated_step_is_the_same_step():
     steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
     steps.set_over(1.0, of_tokens=True)
     seen = []
-    for share_prefixes in (True, False, True):
-        row = steps.step("fire", share_prefixes).row()
+    for reading in (prescribed.SHARED, prescribed.ONE_BY_ONE, prescribed.SHARED):
+        row = steps.step("fire", reading).row()
         seen.append((row["loss"], row["grad_norm"], row["teacher_tokens"]))
     assert seen[0] == seen[2] and seen[0][1] > 0
     assert seen[1][:2] == pytest.approx(seen[0][:2], rel=0.05)  # one pass per view gives the same up to bfloat16
