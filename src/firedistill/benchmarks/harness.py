@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -191,11 +192,6 @@ def gpu() -> dict[str, Any]:
     """The present GPU: name, memory, what is in use, driver, CUDA."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info()
-    driver = None
-    if (program := shutil.which("nvidia-smi")) is not None:
-        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-        with suppress(OSError, subprocess.SubprocessError):
-            driver = next(iter(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()), None)
     return {
         "name": properties.name,
         "count": torch.cuda.device_count(),
@@ -203,11 +199,22 @@ def gpu() -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_mib": total // MIB,
         "free_mib": free // MIB,
-        "driver": driver,
+        "driver": driver(),
         "cuda": torch.version.cuda,
     }
 
 
+@cache
+def driver() -> str | None:
+    """The version of the GPU's driver, if `nvidia-smi` tells it."""
+    if (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            return next(iter(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()), None)
+    return None
+
+
+@cache
 def revision() -> dict[str, str | None]:
     """The commit of a checkout, with `+` if files of it have changes, and a hash of the package's source."""
     package = Path(__file__).parents[1]

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ def run_parts(
         measure: a function at module level, which the child imports; see `measured`.
         arguments: of `measure`, after the name of the part.
         names: measure these parts only, also if they have been measured.
-        say: called with one line per part.
+        say: called with one line per part that was started.
 
     Returns:
         The parts that are still missing.
@@ -123,7 +124,6 @@ def run_parts(
                 expected = max(expected, 1.2 * before["seconds"])
             if expected > left:
                 missing.append(part)
-                say(f"{part.name}: left for another call: it takes about {expected:.0f} s, {max(left, 0):.0f} s are left")
                 continue
             if part.alone:
                 worker.end()
@@ -199,6 +199,7 @@ class Worker:
             os.killpg(self.process.pid, signal.SIGKILL)  # it leads a group of its own
         self.process.kill()
         self.process.join()
+        self.process.close()
         self.process = None
 
 
@@ -209,6 +210,7 @@ def serve(connection: Any, measure: Callable[..., Any], arguments: tuple, folder
     """Measure the parts that are asked for, until the connection closes."""
     with suppress(OSError):
         os.setsid()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     for stream in (1, 2):
         os.dup2(log, stream)
@@ -219,6 +221,13 @@ def serve(connection: Any, measure: Callable[..., Any], arguments: tuple, folder
             measured(part, folder, measure, arguments)
             sys.stdout.flush()
             connection.send(None)
+
+
+def end_with(parent: int) -> None:
+    """End this process and those that it has started when the command's process has been killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def measured(part: Part, folder: Path, measure: Callable[..., Any], arguments: tuple) -> Record:

@@ -41,17 +41,18 @@ def ceilings(setting: Setting) -> Iterator[harness.Row]:
         work: Work = [(2.0 * rows * inner * columns, 2.0 * (rows * inner + inner * columns + rows * columns))]
         variant = Variant(partial(torch.mm, a, b, out=result), work, times=several)
         yield from timed({"rows": rows, "inner": inner, "columns": columns}, {label: variant}, sizes.repeats)
-    small = torch.ones(8, device=device)
+    small, total = torch.ones(8, device=device), torch.ones((), device=device)
     host = {
         "one operator": Variant(lambda: small.add_(1), times=sizes.operators),
-        "one wait": Variant(lambda: small[0].item(), times=sizes.operators),
+        "one wait": Variant(total.item, times=sizes.operators),
     }
     if setting.is_gpu:
         graph = captured(lambda: repeated(lambda: small.add_(1), sizes.operators))
-        host["one operator of a graph"] = Variant(graph.replay, times=1)
+        host["one operator of a graph"] = Variant(graph.replay)
     for row in timed({"operators": sizes.operators}, host, sizes.repeats):
         if row["variant"].endswith("graph"):
-            row["seconds"] = {name: value / sizes.operators for name, value in row["seconds"].items()}
+            for clock in ("seconds", "processor_seconds"):
+                row[clock] = {name: value / sizes.operators for name, value in row[clock].items()}
         yield row
 
 
@@ -255,15 +256,19 @@ def rows_alone(setting: Setting) -> Iterator[harness.Row]:
         function = inside_rows if over == 0 else outside_rows
         plain, compiled = partial(function, *inputs), partial(torch.compile(function, backend=sizes.compiler), *inputs)
         exact = function(*(x[..., :CHECKED_ROWS, :].double() if x.dim() else x.double() for x in inputs))[0]
+
+        def variant(
+            rows: Callable[[], tuple[Tensor, ...]], chunks: int = chunks, exact: Tensor = exact, work: Work = work
+        ) -> Variant:
+            error = relative_error(rows()[0][:CHECKED_ROWS], exact)
+            facts = {"gradient_error": error, "within": error <= TOLERATED_ERROR["bfloat16"]}
+            return Variant(partial(repeated, rows, chunks), work, facts)
+
         variants = {
             "products": Variant(partial(fire_head.run_products, problem)),
             "fire_head_loss": Variant(partial(in_chunks, problem, elements)),
-            "plain PyTorch": Variant(
-                partial(repeated, plain, chunks), work, {"error": relative_error(plain()[0][:CHECKED_ROWS], exact)}
-            ),
-            f"torch.compile ({sizes.compiler})": Variant(
-                partial(repeated, compiled, chunks), work, {"error": relative_error(compiled()[0][:CHECKED_ROWS], exact)}
-            ),
+            "plain PyTorch": variant(plain),
+            f"torch.compile ({sizes.compiler})": variant(compiled),
         }
         measured = {row["variant"]: row for row in timed({**case, "chunk": elements}, variants, sizes.repeats)}
         products, whole = measured.pop("products"), measured["fire_head_loss"]
@@ -271,6 +276,4 @@ def rows_alone(setting: Setting) -> Iterator[harness.Row]:
             name: max(0.0, seconds - products["seconds"]["median"]) for name, seconds in whole["seconds"].items()
         }
         whole |= {"variant": "rows of fire_head_loss, by difference", "work": work}
-        for row in measured.values():
-            row["details"] |= {"bytes": work[0][1]}
-            yield row
+        yield from measured.values()

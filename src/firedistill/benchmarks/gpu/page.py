@@ -50,7 +50,7 @@ def page(records: Sequence[parts.Record]) -> str:
     lines = [INTRODUCTION]
     if any(record.get("tiny") for record in records):
         lines += ["**Tiny sizes: the times say nothing.**", ""]
-    lines += [*hardware_lines(records), "", *slow_lines(records, rates), ""]
+    lines += [*hardware_lines(records), "", *check_lines(records), "", *slow_lines(records, rates), ""]
     for record in records:
         lines += [f"## {record['title']}", ""]
         note = f"{record['part']}: {record['state']}"
@@ -81,6 +81,25 @@ def floor(work: Sequence[Sequence[float]] | None, rates: tuple[float, float] | N
 def times_floor(row: Row, rates: tuple[float, float] | None) -> float | None:
     least = floor(row.get("work"), rates)
     return row["seconds"]["median"] / least if least and "seconds" in row else None
+
+
+def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
+    """Parts without a result, wrong numbers and failed tests."""
+    found = []
+    for record in records:
+        if record["state"] != parts.DONE:
+            found.append(f"{record['part']}: {record['state']}: {record.get('error', '')}")
+        for row in record["rows"]:
+            facts = row.get("details") or {}
+            if facts.get("within") is False:
+                found.append(f"{record['part']}: {row['variant']} is wrong ({case_text(row)})")
+            if facts.get("equal") is False:
+                found.append(f"{record['part']}: {row['variant']}: not equal to the bit ({case_text(row)})")
+            if facts.get("failed") or facts.get("errors"):
+                found.append(f"{record['part']}: {facts}")
+    yield "Every part has a result, and every check holds." if not found else "To look at:"
+    yield ""
+    yield from (f"- {cell(text)}" for text in found)
 
 
 def slow_lines(records: Sequence[parts.Record], rates: tuple[float, float] | None) -> Iterator[str]:

@@ -77,7 +77,8 @@ class Sizes:
     over: tuple[float, ...] = (0.0, 0.1, 1.0)  # shares of the tokens over the radius
     compiler: str = "inductor"
     batches: tuple[int, ...] = (1, 8, 32)
-    new_tokens: tuple[int, int] = (16, 112)  # the time between them is that of the tokens beyond the first ones
+    new_tokens: tuple[int, int] = (16, 80)  # the time between them is that of the tokens beyond the first ones
+    decoding_repeats: int = 3
     scored: tuple[int, ...] = (1, 4, 8)  # responses
     per_forward: tuple[int, ...] = (8192, 32_768, 131_072)  # padded tokens
     micro_batches: tuple[int, ...] = (2, 8)
@@ -105,6 +106,7 @@ TINY = Sizes(
     compiler="aot_eager",
     batches=(1, 3),
     new_tokens=(2, 4),
+    decoding_repeats=1,
     scored=(2,),
     per_forward=(64, 1024),
     micro_batches=(2,),

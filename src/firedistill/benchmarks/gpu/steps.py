@@ -70,7 +70,7 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
                     found = engine.generate(prompts, Sampling(0.8, 0.95, tokens), seed=0)
                     return max(len(response.token_ids) for response in found)
 
-                steps, facts = per_token(sample, few, many, sizes.repeats)
+                steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
                 yield row_of({"batch": batch, "prompt": sizes.prompt}, name, steps, work=per_step, details=facts)
 
 
@@ -111,7 +111,7 @@ def decoding_of_transformers(setting: Setting) -> Iterator[harness.Row]:
             return found.shape[1] - ids.shape[1]
 
         work = [(o / (many - few), b / (many - few)) for o, b in shape.decoding(batch, sizes.prompt + few, sizes.prompt + many)]
-        steps, facts = per_token(sample, few, many, sizes.repeats)
+        steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
         yield row_of({"batch": batch, "prompt": sizes.prompt}, f"generate, {cache} cache", steps, work=work, details=facts)
 
 
