@@ -375,6 +375,7 @@ def test_a_step_has_the_radius_that_was_asked_for(gpu_records):
     rows = [row for row in gpu_records["step-1.5b"]["rows"] if row["variant"] == "whole step"]
     whole = {(row["case"]["method"], row["case"].get("over")): row for row in rows}
     full, tenth, every = whole["full_context", None], whole["fire", 0.1], whole["fire", 1.0]
+    assert {row["details"]["correct_rate"] for row in rows} == {0.5}
     assert full["details"]["generated_tokens"] == TINY_GPU.prompts * TINY_GPU.response
     assert full["details"]["step_scale"] == 1.0 < tenth["details"]["step_scale"] < every["details"]["step_scale"]
     assert tenth["details"]["chi_active"] < 0.5 and every["details"]["chi_active"] > 0.9
@@ -431,7 +432,7 @@ def test_random_models_are_as_peaked_as_trained_ones():
 
 def test_an_engine_is_measured_with_every_switch_that_it_has():
     class Engine:
-        merge_adapter, cuda_graph = None, True
+        merge_adapter, cuda_graph, graphs = None, True, {8: "of batch 8"}
 
     engine = Engine()
     seen = [(name, engine.merge_adapter, engine.cuda_graph) for name in steps.switched(engine, is_gpu=True)]

@@ -41,7 +41,11 @@ SWITCHES = {
 
 def switched(engine: Any, is_gpu: bool) -> Iterator[str]:
     """Set the engine to every combination of what it lets us switch; yields the name of each."""
-    present = [name for name in SWITCHES if hasattr(engine, name) and (is_gpu or "graph" not in name)]
+    present = [
+        name
+        for name in SWITCHES
+        if hasattr(engine, name) and isinstance(getattr(engine, name), bool | None) and (is_gpu or "graph" not in name)
+    ]
     yield "as in training"
     before = {name: getattr(engine, name) for name in present}
     for values in product((False, True), repeat=len(present)) if present else ():
@@ -231,7 +235,7 @@ def steps_of(
     gc.collect()  # the next model may not fit beside this one
     median = {
         name: float(np.median([row.get(name, 0.0) for row in rows]))
-        for name in ("chi_active", "teacher_tokens", "generated_tokens")
+        for name in ("correct_rate", "chi_active", "teacher_tokens", "generated_tokens")
     }
     scale = rows[-1]["step_scale"]
     work = step_work(sizes, shape, method, teacher_prompt, median["chi_active"] if method == FIRE else 0.0, checkpointing)
