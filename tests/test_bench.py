@@ -5,24 +5,39 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import platform
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+import stub_parts
 from firedistill.benchmarks import (
     BENCHMARKS,
     fields,
     fire_head,
+    gpu,
     harness,
     load_benchmark,
     missing_package,
+    parts,
     prescribed,
     rollouts,
     sdpo,
     step,
     teacher_views,
 )
+from firedistill.benchmarks.gpu import inspection, kernels, models, steps
+from firedistill.benchmarks.gpu.page import floor, page, rates_of
+from firedistill.benchmarks.gpu.sizes import QWEN, Setting
+from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
+from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
@@ -150,8 +165,10 @@ def test_the_step_scale_leaves_one_response_in_ten_over_the_radius():
     # Beyond the full view, FIRE reads two views of one response in ten, then of all ten.
     one, all_ten = (facts["teacher_tokens"] - full["teacher_tokens"] for facts in (fire, all_over))
     assert 5 * one < all_ten < 20 * one
-    plain = steps.facts(steps.step("full_context", share_prefixes=False))["teacher_tokens"]
-    assert plain == sum(steps.teachers[False].view_tokens(rollout, "full") for rollout in steps.rollouts_with_feedback())
+    plain = steps.facts(steps.step("full_context", prescribed.ONE_BY_ONE))["teacher_tokens"]
+    assert plain == sum(
+        steps.teachers[prescribed.ONE_BY_ONE].view_tokens(rollout, "full") for rollout in steps.rollouts_with_feedback()
+    )
     assert full["teacher_tokens"] < plain  # the common beginning of the prompts of a micro-batch is read once
 
 
@@ -159,8 +176,8 @@ def test_a_repeated_step_is_the_same_step():
     steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
     steps.set_over(1.0, of_tokens=True)
     seen = []
-    for share_prefixes in (True, False, True):
-        row = steps.step("fire", share_prefixes).row()
+    for reading in (prescribed.SHARED, prescribed.ONE_BY_ONE, prescribed.SHARED):
+        row = steps.step("fire", reading).row()
         seen.append((row["loss"], row["grad_norm"], row["teacher_tokens"]))
     assert seen[0] == seen[2] and seen[0][1] > 0
     assert seen[1][:2] == pytest.approx(seen[0][:2], rel=0.05)  # one pass per view gives the same up to bfloat16
@@ -187,3 +204,342 @@ def test_user_errors_are_reported_in_one_line(arguments, message, capsys, tmp_pa
     assert cli.main(["bench", *arguments, "-o", str(tmp_path / "out")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+# ---- JSON while it runs, wall times on a GPU ----------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_kept_when_a_benchmark_fails(monkeypatch, tmp_path):
+    def run(sizes, options):
+        yield harness.rows({"n": 1}, {"a": lambda: None}, 1)[0]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(step, "run", run)
+    with pytest.raises(RuntimeError):
+        cli.main(["bench", "step", "--quick", "-o", str(tmp_path)])
+    assert [row["case"] for row in json.loads((tmp_path / "step.json").read_text())["rows"]] == [{"n": 1}]
+
+
+@pytest.mark.parametrize("device, label", [("cpu", "processor seconds"), ("cuda", "seconds")])
+def test_figures_show_the_clock_that_says_something(device, label, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    shown = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: shown.append(self.axes[0].get_xlabel()))
+    rows = harness.rows({"n": 1}, {"a": lambda: None}, 1)
+    harness.plot({"title": "t", "rows": rows, "options": {"device": device}}, tmp_path / "x.png", {})
+    assert shown == [f"{label} (median)"]
+
+
+def test_steps_read_views_as_training_does():
+    steps = prescribed.PrescribedSteps(STEP, MODEL, harness.Options())
+    assert steps.teachers[prescribed.OWN].share_prefixes  # on a CPU
+    assert not steps.teachers[prescribed.BATCHES].share_prefixes
+
+
+# ---- Parts in a child process ---------------------------------------------------------------------------------------------------
+
+
+def run_stubs(folder, *names, budget=60.0, **options):
+    """The lines, the records and the missing parts of a call; limits are seconds."""
+    lines: list[str] = []
+    wanted = [Part(name, f"Title of {name}", 1.0, alone=name == "alone") for name in names]
+    missing = parts.run_parts(wanted, folder, budget, stub_parts.measure, ("mark",), say=lines.append, **options)
+    return lines, {name: parts.read(folder, name) for name in names}, [part.name for part in missing]
+
+
+def test_a_part_that_fails_does_not_take_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "SMALLEST_LIMIT", 3.0)
+    names = ("first", "fails", "dies", "hangs", "skips", "last")
+    lines, records, missing = run_stubs(tmp_path, *names)
+    assert missing == [] and [line.split(":")[0] for line in lines] == list(names)
+    states = {name: record["state"] for name, record in records.items()}
+    assert states == dict(zip(names, ("done", "failed", "failed", "failed", "skipped", "done"), strict=True))
+    assert {name: len(record["rows"]) for name, record in records.items()} == dict(zip(names, (2, 1, 1, 1, 0, 2), strict=True))
+    assert records["fails"]["error"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert "exit code 7" in records["dies"]["error"] and "took too long" in records["hangs"]["error"]
+    assert records["skips"]["error"] == "there is no such thing here"
+    assert records["first"]["process"] == records["fails"]["process"] != records["dies"]["process"]  # a new one after a failure
+    assert records["last"]["mark"] == "mark" and records["last"]["title"] == "Title of last"
+    assert "last words" in (tmp_path / "log.txt").read_text()
+
+
+def test_the_next_call_makes_what_is_missing(tmp_path, monkeypatch):
+    _, _, missing = run_stubs(tmp_path, "first", "second", budget=0.5)
+    assert missing == ["first", "second"] and not list(tmp_path.glob("*.json"))  # they are expected to take a second each
+    assert run_stubs(tmp_path, "first")[2] == []
+    lines, records, _ = run_stubs(tmp_path, "first", "second")
+    assert [line.split(":")[0] for line in lines] == ["second"] and records["second"]["state"] == "done"
+    assert run_stubs(tmp_path, "first", "second")[0] == []
+    assert len(run_stubs(tmp_path, "first", "second", names=["first"])[0]) == 1  # named: again
+    parts.write(tmp_path, {"part": "first", "state": parts.RUNNING, "rows": []})  # the command was killed
+    assert len(run_stubs(tmp_path, "first", "second")[0]) == 1
+
+
+def test_the_end_of_the_budget_interrupts_a_part_that_is_made_later(tmp_path):
+    lines, records, missing = run_stubs(tmp_path, "hangs", "second", budget=3.0)
+    assert missing == ["hangs", "second"] and records["hangs"]["state"] == "interrupted" and len(records["hangs"]["rows"]) == 1
+    assert "the budget ended" in lines[0] and records["second"] is None
+    assert run_stubs(tmp_path, "hangs", budget=2.0)[0] == []  # it is known to take longer
+
+
+def test_a_part_that_changes_its_process_is_alone(tmp_path):
+    _, records, _ = run_stubs(tmp_path, "first", "alone", "last")
+    assert len({record["process"] for record in records.values()}) == 3
+
+
+def test_the_child_ends_with_a_command_that_is_killed(tmp_path):
+    program = (
+        "import sys; from pathlib import Path; import stub_parts; from firedistill.benchmarks import parts\n"
+        "if __name__ == '__main__': parts.run_parts([parts.Part('hangs', '', 1.0)], Path(sys.argv[1]), 99.0, stub_parts.measure, ('',))"
+    )
+    (tmp_path / "program.py").write_text(program)
+    places = os.pathsep.join([str(Path(stub_parts.__file__).parent), *sys.path])
+    command = subprocess.Popen([sys.executable, "program.py", "."], cwd=tmp_path, env=os.environ | {"PYTHONPATH": places})
+    try:
+        until(lambda: (record := parts.read(tmp_path, "hangs")) is not None and record["rows"])
+        child = parts.read(tmp_path, "hangs")["process"]
+    finally:
+        command.kill()
+        command.wait()
+    until(lambda: not is_running(child))
+
+
+def until(holds):
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{process}/status")
+    return not (status.exists() and "State:\tZ" in status.read_text())  # nobody may have asked for its exit status
+
+
+def test_a_file_that_is_no_record_is_named(tmp_path):
+    for text in ("{", "[]", '{"rows": []}'):
+        (tmp_path / "first.json").write_text(text)
+        with pytest.raises(ValueError, match=r"first\.json"):
+            run_stubs(tmp_path, "first")
+
+
+# ---- The parts of `bench gpu` ---------------------------------------------------------------------------------------------------
+
+
+def record_of(name: str, folder) -> parts.Record:
+    (part,) = (part for part in gpu.PARTS if part.name == name)
+    return parts.measured(part, folder, gpu.measure, (Setting("cpu", True, folder),))
+
+
+@pytest.fixture(scope="module")
+def gpu_records(tmp_path_factory):
+    """The records of the parts that take a second on a CPU."""
+    folder = tmp_path_factory.mktemp("gpu")
+    return {name: record_of(name, folder) for name in ("ceilings", "head-check", "head", "decoding", "step-1.5b", "waits")}
+
+
+def test_parts_run_on_a_cpu_at_tiny_sizes(gpu_records):
+    for name, record in gpu_records.items():
+        assert record["state"] == "done" and record["rows"], (name, record.get("error"))
+        assert record["hardware"]["revision"]["source"] and record["sizes"]["matrix"] == TINY_GPU.matrix
+        for row in record["rows"]:
+            assert math.isfinite(row.get("seconds", {"median": 0.0})["median"])
+            assert all(operations >= 0 and read >= 0 for operations, read in row.get("work") or [])
+    assert "/tmp" not in json.dumps(gpu_records)
+
+
+def test_the_head_is_right_in_both_types(gpu_records):
+    rows = gpu_records["head-check"]["rows"]
+    assert {row["case"]["type"] for row in rows} == {"float32", "bfloat16"} and {row["case"]["over"] for row in rows} == {
+        0.0,
+        0.5,
+        1.0,
+    }
+    assert all(row["details"]["within"] for row in rows)
+
+
+def test_a_wrong_head_is_found(monkeypatch, tmp_path):
+    right = kernels.fused
+    monkeypatch.setattr(kernels, "fused", lambda *arguments: tuple(1.1 * value for value in right(*arguments)))
+    record = record_of("head-check", tmp_path)
+    assert not any(row["details"]["within"] for row in record["rows"] if row["variant"].startswith("fire_head_loss"))
+    assert "head-check: fire_head_loss is wrong" in page([record])
+
+
+def test_a_step_has_the_radius_that_was_asked_for(gpu_records):
+    rows = [row for row in gpu_records["step-1.5b"]["rows"] if row["variant"] == "whole step"]
+    whole = {(row["case"]["method"], row["case"].get("over")): row for row in rows}
+    full, tenth, every = whole["full_context", None], whole["fire", 0.1], whole["fire", 1.0]
+    assert {row["details"]["correct_rate"] for row in rows} == {0.5}
+    assert full["details"]["generated_tokens"] == TINY_GPU.prompts * TINY_GPU.response
+    assert full["details"]["step_scale"] == 1.0 < tenth["details"]["step_scale"] < every["details"]["step_scale"]
+    assert tenth["details"]["chi_active"] < 0.5 and every["details"]["chi_active"] > 0.9
+    assert tenth["details"]["teacher_tokens"] < every["details"]["teacher_tokens"]
+
+
+@pytest.mark.parametrize("over", [0.0, 1.0])
+def test_the_rows_that_are_compiled_compute_what_the_head_computes(over):
+    """Gradient, loss, radius, weights and entropy, in float32."""
+    case = {"tokens": 7, "vocabulary": 61, "fields": 3, "over": over}
+    problem = fire_head.Setting(case, 8, "float32", "cpu")
+    settings = {"loo_hidden": problem.views[1:]} if over else {"attribution": False, "projection": False}
+    output = problem.fire(**settings)
+    problem.backward(output.loss)
+    with torch.no_grad():
+        z, views = problem.head(problem.student), problem.head(problem.views)
+    scale, step_scale = torch.tensor(1 / 7), torch.tensor(problem.step_scale)
+    if over:
+        gradient, loss, rho, alpha, entropy = kernels.outside_rows(z, views[0], scale, step_scale, views[1:])
+        assert torch.allclose(alpha, output.alpha, rtol=1e-3, atol=1e-5)
+    else:
+        gradient, loss, rho, energy, entropy = kernels.inside_rows(z, views[0], scale)
+        rho = rho / step_scale
+        assert torch.allclose(energy, output.energy, rtol=1e-3)
+    assert torch.allclose(loss, output.token_loss, rtol=1e-3, atol=1e-6) and torch.allclose(rho, output.rho, rtol=1e-4)
+    assert torch.allclose(entropy, output.entropy, rtol=1e-4)
+    assert torch.allclose(gradient @ problem.embedding, problem.student.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_the_work_of_a_forward_pass_is_what_pytorch_counts():
+    shape = TINY_GPU.shapes["1.5b"]
+    model = models.random_model(shape, "cpu")
+    model.set_attn_implementation("eager")
+    length = 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.base_model(torch.zeros(1, length, dtype=torch.long))
+    upper_half = 2 * shape.layers * shape.hidden * length**2  # of attention, which causal kernels leave out
+    assert counter.get_total_flops() == pytest.approx(shape.forward([length]) + upper_half, rel=0.01)
+
+
+def test_the_shapes_are_those_of_qwen():
+    published = {"1.5b": 1.31e9, "3b": 2.77e9, "14b": 13.1e9}  # parameters without embeddings, from the model cards
+    for name, parameters in published.items():
+        assert QWEN[name].in_layers == pytest.approx(parameters, rel=0.01)
+
+
+def test_random_models_are_as_peaked_as_trained_ones():
+    model = models.random_model(dataclasses.replace(TINY_GPU.shapes["1.5b"], vocabulary=20_000), "cpu")
+    with torch.no_grad():
+        logits = model(torch.randint(3, 20_000, (4, 8))).logits.float()
+    best = (logits / 0.8).softmax(-1).topk(128).values.sum(-1)
+    assert best.min() > 0.95
+
+
+def test_an_engine_is_measured_with_every_switch_that_it_has():
+    class Engine:
+        merge_adapter, cuda_graph, graphs = None, True, {8: "of batch 8"}
+
+    engine = Engine()
+    seen = [(name, engine.merge_adapter, engine.cuda_graph) for name in steps.switched(engine, is_gpu=True)]
+    assert seen[0] == ("as in training", None, True) and len(seen) == 5
+    assert ("merged, no graph", True, False) in seen and (engine.merge_adapter, engine.cuda_graph) == (None, True)
+    assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
+
+
+def test_waits_are_counted_by_place():
+    with inspection.counted_waits(is_gpu=False) as found, warnings.catch_warnings():
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+    ((place, count),) = found.items()
+    assert count == 3 and place.startswith("tests/test_bench.py:")
+    assert inspection.short_path("/a/site-packages/transformers/masking.py") == "transformers/masking.py"
+    assert inspection.short_path("/a/src/firedistill/step.py") == "firedistill/step.py"
+
+
+@pytest.mark.gpu
+def test_a_wait_is_counted():
+    number = torch.ones((), device="cuda")
+    with inspection.counted_waits(is_gpu=True) as found:
+        number.item()
+        number.item()
+    assert sum(found.values()) == 2
+
+
+# ---- The page -------------------------------------------------------------------------------------------------------------------
+
+CEILINGS = [
+    {"case": {}, "variant": "copy", "seconds": {"median": 2.0, "min": 2.0, "max": 2.0}, "work": [[0, 8e12]]},
+    {"case": {}, "variant": "matrix product", "seconds": {"median": 1.0, "min": 1.0, "max": 1.0}, "work": [[5e14, 1]]},
+]
+
+
+def test_a_floor_adds_phases_and_each_takes_what_limits_it():
+    rates = rates_of(CEILINGS)
+    assert rates == (5e14, 4e12)
+    assert floor([[1e15, 4e12], [0.0, 8e12]], rates) == 2.0 + 2.0  # operations, then bytes
+    assert floor(None, rates) is None and floor([[1, 1]], None) is None
+
+
+def test_the_page_names_hardware_floors_and_what_is_slow():
+    machine = {"processor": "x", "python": "3", "torch": "2.11.0", "revision": {"commit": "abc", "source": "def"}}
+    device = {"name": "H200", "memory_mib": 143771, "driver": "580", "cuda": "13.0"}
+
+    def record(name, rows, **more):
+        facts = {"part": name, "title": f"About {name}", "state": "done", "seconds": 3.0, "hardware": machine | {"gpu": device}}
+        return {**facts, "rows": rows, **more}
+
+    spread = {"median": 0.004, "min": 0.003, "max": 0.005}
+    fast = {"case": {"batch": 1}, "variant": "merged", "seconds": spread, "work": [[0, 8e9]], "peak_mib": 12.3}
+    slow = {"case": {"batch": 8}, "variant": "a|b", "seconds": spread, "work": [[0, 2e9]], "details": {"tokens": 112}}
+    text = page(
+        [record("ceilings", CEILINGS), record("decoding", [fast, slow]), record("head", [], state="failed", error="OOM")]
+    )
+    assert "H200 (140 GiB, driver 580, CUDA 13.0); torch 2.11.0" in text and "revision abc, source def" in text
+    assert "| batch 1 | merged | 4 ms | 3 ms | 5 ms | 2 ms | 2.00 | 12 |  |" in text
+    assert r"| batch 8 | a\|b | 4 ms | 3 ms | 5 ms | 500 µs | **8.00** |  | tokens 112 |" in text
+    assert "1 measurements take more than 3 times their floor:\n\n- 8.0: decoding" in text
+    assert "- head: failed: OOM" in text
+    assert "no floors" in page([record("decoding", [fast])])
+
+
+# ---- The command ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [["gpu"], ["step", "--device", "cuda"]])
+def test_without_a_gpu_one_line_says_what_to_do(arguments, capsys, tmp_path):
+    assert cli.main(["bench", *arguments, "-o", str(tmp_path / "out")]) == 2
+    assert "there is no GPU that PyTorch" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["warp-drive"], "unknown part warp-drive; known are ceilings, head-check"),
+        (["--budget", "0"], "--budget is 0; expected seconds above 0"),
+        (["--device", "cpu"], "add --tiny"),
+        (["--page"], "holds no measurements"),
+    ],
+)
+def test_mistakes_in_bench_gpu_are_reported_in_one_line(arguments, message, capsys, tmp_path):
+    assert cli.main(["bench", "gpu", *arguments, "-o", str(tmp_path / "out")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_devices_and_sizes_are_not_mixed_in_a_folder(gpu_records, capsys, tmp_path):
+    parts.write(tmp_path, gpu_records["ceilings"] | {"device": "cuda"})
+    assert cli.main(["bench", "gpu", "--device", "cpu", "--tiny", "-o", str(tmp_path)]) == 2
+    assert "holds measurements of cuda at tiny sizes" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_bench_gpu_runs_here(tmp_path, capsys):
+    arguments = ["bench", "gpu", "--device", "cpu", "--tiny", "--tests", "", "-o", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    records = {part.name: parts.read(tmp_path, part.name) for part in gpu.PARTS}
+    states = {name: record["state"] for name, record in records.items()}
+    assert {name for name, state in states.items() if state != "done"} <= {"tests", "vllm"}, [
+        r.get("error") for r in records.values()
+    ]
+    assert records["same-seed"]["rows"][0]["details"]["equal"]
+    assert (tmp_path / "profile-update.trace.json.gz").stat().st_size > 0
+    assert "Every part" in (text := (tmp_path / "gpu.md").read_text()) or "skipped" in text
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    assert cli.main(arguments) == 0 and cli.main([*arguments, "--page"]) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}

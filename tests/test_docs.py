@@ -320,6 +320,9 @@ def stop_at_the_model(monkeypatch):
     monkeypatch.setattr("firedistill.cli.train.WarmStartTrainer", trainer)
     monkeypatch.setattr("firedistill.cli.inspect.load_setup", trainer)
     monkeypatch.setattr("firedistill.benchmarks.load_benchmark", lambda name: look_up(name) and Benchmark)
+    monkeypatch.setattr("firedistill.cli.bench.check_device", lambda device: None)
+    monkeypatch.setattr("firedistill.benchmarks.parts.run_parts", lambda *arguments: trainer(arguments))
+    monkeypatch.setattr("firedistill.cli.bench.write_page", trainer)
 
 
 def test_the_command_lines_are_found():

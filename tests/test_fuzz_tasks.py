@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from firedistill import Example, FeedbackField, Verdict, load_task
 from firedistill.prompts import student_messages
 from firedistill.rollout import Response, Rollout
-from firedistill.run.log import ROLLOUT_COLUMNS, json_line, rollout_row
+from firedistill.run.log import json_line, rollout_columns, rollout_row
 from firedistill.tasks import TASKS, DataError
 from firedistill.tasks.guard import GuardedTask, TaskFault, read_examples
 from test_fuzz import TEXTS, fuzz
@@ -81,7 +81,7 @@ def test_every_verdict_can_be_logged(value):
     assert all(type(getattr(verdict, name)) is bool for name in ("correct", "well_formed", "lenient_correct", "failed"))
     assert type(verdict.expected) is str and (verdict.submitted is None or type(verdict.submitted) is str)
     row = rollout_row(Rollout(EXAMPLE, [1], Response([2], "text", True), verdict), 1, "prompt", True)
-    pa.Table.from_pylist([row], schema=ROLLOUT_COLUMNS)
+    pa.Table.from_pylist([row], schema=rollout_columns())
     assert json_line({"accuracy": sum([verdict.correct])})
 
 

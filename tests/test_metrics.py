@@ -120,7 +120,7 @@ def test_processes_add_up_and_the_slowest_counts():
     assert row == seconds | {"n": 5, "failed_verdicts": 1, "x": 3.0, "m": 5.0, "own": -1.0}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_tensors_stay_on_their_device_until_they_are_read():
     found = Metrics()
     found.mean(x=torch.ones(3, device="cuda"))

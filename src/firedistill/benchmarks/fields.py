@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
+from firedistill.benchmarks.prescribed import ONE_BY_ONE, ModelSizes, PrescribedSteps, StepSizes
 from firedistill.metrics import Metrics
 
 TITLE = "A whole FIRE step against the number of feedback fields, every token over the radius"
@@ -43,7 +43,7 @@ def variants_of(steps: PrescribedSteps) -> dict[str, Callable[[], Metrics]]:
     return {
         "full context": partial(steps.step, "full_context"),
         "fire": partial(steps.step, "fire"),
-        "fire, one pass per view": partial(steps.step, "fire", share_prefixes=False),
+        "fire, one pass per view": partial(steps.step, "fire", ONE_BY_ONE),
     }
 
 

@@ -68,6 +68,7 @@ class Setting:
         case: M, V and B as `tokens`, `vocabulary` and `fields`; the share of tokens over the radius as `over`.
 
     Attributes:
+        embedding: `[V, H]`, the weight of the head.
         student: `[M, H]` states with gradient.
         views: `[B+1, M, H]` states of the full teacher, then of the teacher without field j.
     """
@@ -79,7 +80,8 @@ class Setting:
             return (size * torch.randn(*shape, generator=generator)).to(device, getattr(torch, dtype))
 
         self.over: float = case["over"]
-        self.head = Head.of_weight(output_embedding(case["vocabulary"], width, dtype, device))
+        self.embedding = output_embedding(case["vocabulary"], width, dtype, device)
+        self.head = Head.of_weight(self.embedding)
         self.student: Tensor = noise(case["tokens"], width)
         full = self.student + noise(case["tokens"], width, size=0.3)
         without = full + noise(case["fields"], case["tokens"], width, size=0.2)

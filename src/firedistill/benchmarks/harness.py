@@ -1,7 +1,8 @@
 """Measurement and output of benchmarks: times, peak memory, hardware, a table and a figure.
 
 The variants of a case run in one process and take turns, so that other load on the machine affects all of them alike. Ratios compare
-runs of the same turn. On a shared machine, use the CPU time: it excludes the time of other processes.
+runs of the same turn. Of a run on a CPU, use the CPU time: it excludes the time of other processes on a shared machine. Of a run on a
+GPU, use the wall time, for which the clock waits until the GPU has finished: the CPU only starts its work.
 """
 
 from __future__ import annotations
@@ -9,24 +10,31 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import gc
+import hashlib
 import json
 import math
 import multiprocessing
 import os
 import platform
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import torch
+import transformers
 from rich.table import Table
 
+from firedistill.files import written_at_once
 from firedistill.terminal import quiet_libraries
 
 MIB = 2**20
@@ -134,10 +142,11 @@ def _peaks_mib(threads: int, factory: Callable[..., Variants], arguments: tuple)
     quiet_libraries()
     with suppress(*NO_GLIBC):  # return freed blocks above 1 MiB to the system, so that resident memory is memory in use
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
-    return {variant: _peak_mib(function) for variant, function in factory(*arguments).items()}
+    return {variant: peak_mib_of(function) for variant, function in factory(*arguments).items()}
 
 
-def _peak_mib(function: Callable[[], Any]) -> float | None:
+def peak_mib_of(function: Callable[[], Any]) -> float | None:
+    """As `peak_mib`, for one function in this process, where earlier work may have left resident memory to reuse."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
@@ -169,11 +178,58 @@ def hardware() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "architecture": platform.machine(),
         "system": platform.system(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu() if torch.cuda.is_available() else None,
         "load_average": [round(load, 1) for load in os.getloadavg()] if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "revision": revision(),
     }
+
+
+def gpu() -> dict[str, Any]:
+    """The present GPU: name, memory, what is in use, driver, CUDA."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "name": properties.name,
+        "count": torch.cuda.device_count(),
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_mib": total // MIB,
+        "free_mib": free // MIB,
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+    }
+
+
+@cache
+def driver() -> str | None:
+    """The version of the GPU's driver, if `nvidia-smi` tells it."""
+    if (program := shutil.which("nvidia-smi")) is not None:
+        query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            return next(iter(subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split()), None)
+    return None
+
+
+@cache
+def revision() -> dict[str, str | None]:
+    """The commit of a checkout, with `+` if files of it have changes, and a hash of the package's source."""
+    package = Path(__file__).parents[1]
+    total = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        total.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    commit = None
+    if (program := shutil.which("git")) is not None:
+        with suppress(OSError, subprocess.SubprocessError):
+            # A package that is installed inside another project's checkout is not tracked there.
+            asked = (["ls-files", "__init__.py"], ["describe", "--always", "--dirty=+", "--exclude=*"])
+            options: dict[str, Any] = {"cwd": package, "capture_output": True, "text": True, "timeout": 20}
+            tracked, described = (subprocess.run([program, *words], **options).stdout.strip() for words in asked)
+            commit = described if tracked else None
+    return {"commit": commit or None, "source": total.hexdigest()[:12]}
 
 
 def result(name: str, title: str, sizes: Any, options: Options, found: Iterable[Row], machine: Mapping[str, Any]) -> Row:
@@ -188,12 +244,13 @@ def result(name: str, title: str, sizes: Any, options: Options, found: Iterable[
     }
 
 
-def write(result: Row, folder: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> list[Path]:
-    """Write `NAME.json` and `NAME.png`; returns their paths."""
+def write(result: Row, folder: Path) -> Path:
+    """Write `NAME.json`, which is complete at any time; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['benchmark']}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return [path, plot(result, path.with_suffix(".png"), sweeps)]
+    with written_at_once(path) as unfinished:
+        unfinished.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def merged(found: Iterable[Row]) -> list[Row]:
@@ -226,7 +283,9 @@ def table(result: Row) -> Table:
 
 
 def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Path:
-    """CPU time and memory against the swept quantities, a column for each; bars of the CPU times if there are none.
+    """Time and memory against the swept quantities, a column for each; bars of the times if there are none.
+
+    The time is that of the CPU, or the wall time of a run on a GPU.
 
     Args:
         sweeps: the fixed values of the other quantities, by the name of the swept one.
@@ -234,7 +293,9 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
     from matplotlib.figure import Figure  # takes a second to import
 
     found = merged(result["rows"])
-    seconds = [row.get("processor_seconds", {}).get("median", math.nan) for row in found]
+    clock = "processor_seconds" if result["options"]["device"] == "cpu" else "seconds"
+    time_label = clock.replace("_", " ")
+    seconds = [row.get(clock, {}).get("median", math.nan) for row in found]
     if sweeps:
         figure = Figure(figsize=(max(6.4, 3.7 * len(sweeps)), 5.6), layout="constrained")
         axes = figure.subplots(2, len(sweeps), squeeze=False)
@@ -242,7 +303,7 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         for (name, others), column in zip(sweeps.items(), axes.T, strict=True):
             swept = [number for number, row in enumerate(found) if others.items() <= row["case"].items()]
             swept.sort(key=lambda number: found[number]["case"][name])
-            for label, values, axis in zip(("processor seconds", "peak MiB"), (seconds, peaks), column, strict=True):
+            for label, values, axis in zip((time_label, "peak MiB"), (seconds, peaks), column, strict=True):
                 for variant in dict.fromkeys(row["variant"] for row in found):  # each has the same colour in all panels
                     points = [(found[n]["case"][name], values[n]) for n in swept if found[n]["variant"] == variant]
                     axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=variant)
@@ -255,7 +316,7 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         axis = figure.subplots()
         bars = axis.barh([f"{row['variant']} ({case_name(row['case'])})" for row in found], seconds)
         axis.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
-        axis.set(xlabel="processor seconds (median)", xmargin=0.12)
+        axis.set(xlabel=f"{time_label} (median)", xmargin=0.12)
         axis.invert_yaxis()
     figure.suptitle(result["title"], fontsize=10)
     figure.savefig(path, dpi=120)

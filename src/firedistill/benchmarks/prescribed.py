@@ -43,6 +43,8 @@ TEMPLATE = (
 LOG_PROB_FLOOR = SelfDistillConfig.log_prob_floor
 WRONG = Verdict(False, None, "unknown")
 NO_BUDGET = TokenBudget(100_000, 100_000, 100_000)
+# How the teacher reads the views: as in training on this device, common prefixes once, in padded batches, one forward pass per view.
+READING = OWN, SHARED, BATCHES, ONE_BY_ONE = ("as in training", "shared prefixes", "batches", "one pass per view")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreT
         eos_token_id=2,
         initializer_range=0.05,  # large enough for distributions that are not uniform
     )
+    return LlamaForCausalLM(config).to(torch.bfloat16), word_tokenizer()  # type: ignore[arg-type]  # the decorator of `to` has no types
+
+
+def word_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer for which each of `WORDS` is a token, and every other word the unknown one."""
     tokens = ["<|pad|>", "<|start|>", "<|end|>", "<|unknown|>", *WORDS]
     backend = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<|unknown|>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -104,7 +111,7 @@ def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreT
         tokenizer_object=backend, eos_token="<|end|>", pad_token="<|pad|>", unk_token="<|unknown|>"
     )
     tokenizer.chat_template = TEMPLATE
-    return LlamaForCausalLM(config).to(torch.bfloat16), tokenizer  # type: ignore[arg-type]  # the decorator of `to` has no types
+    return tokenizer
 
 
 class PrescribedSteps:
@@ -112,7 +119,7 @@ class PrescribedSteps:
 
     Attributes:
         rollouts: without feedback, which is part of a step.
-        teachers: by whether prefixes are shared; the other one makes one forward pass per view.
+        teachers: by how they read the views, see `READING`.
         step_scale: `set_over` chooses it.
     """
 
@@ -128,12 +135,14 @@ class PrescribedSteps:
         task, encoder = PrescribedTask(sizes.fields), PromptEncoder(tokenizer)
         one_response = BatchLimit(1, "score_tokens_per_forward", SHORTER_CONTEXTS)
         self.teachers = {
-            True: Teacher(self.model, task, encoder, share_prefixes=True),
-            False: Teacher(self.model, task, encoder, share_prefixes=False, limit=one_response),
+            OWN: Teacher(self.model, task, encoder),
+            SHARED: Teacher(self.model, task, encoder, share_prefixes=True),
+            BATCHES: Teacher(self.model, task, encoder, share_prefixes=False),
+            ONE_BY_ONE: Teacher(self.model, task, encoder, share_prefixes=False, limit=one_response),
         }
         # Each prompt is filled up to the requested length with its own words.
         count = max(1, sizes.prompt - len(encoder.encode(student_messages(task, Example("", "", "unknown")))))
-        draw, vocabulary = random.Random(0), self.teachers[True].head.vocabulary_size
+        draw, vocabulary = random.Random(0), self.teachers[OWN].head.vocabulary_size
         self.rollouts = []
         for i, length in enumerate(sizes.responses):
             example = Example(f"prescribed/{i}", words(count, seed=f"prescribed/{i}"), "unknown")
@@ -141,13 +150,13 @@ class PrescribedSteps:
             prompt = encoder.encode(student_messages(task, example))
             self.rollouts.append(Rollout(example, prompt, Response(response, "", True), WRONG, prompt_index=i))
 
-    def step(self, method: str, share_prefixes: bool = True) -> Metrics:
+    def step(self, method: str, reading: str = OWN) -> Metrics:
         """What a training step does after sampling: feedback, scores, loss and gradients, clipping, AdamW, the EMA.
 
         Returns:
             The diagnostics of `metrics.jsonl`, with `loss` and `grad_norm`.
         """
-        objective, teacher = load_objective(method), self.teachers[share_prefixes]
+        objective, teacher = load_objective(method), self.teachers[reading]
         selection = select_rollouts(self.rollouts, objective, teacher, NO_BUDGET)
         metrics, loss = selection.metrics, torch.zeros((), device=self.model.device)
         for start in range(0, len(selection.trained), self.micro_batch):
@@ -180,7 +189,7 @@ class PrescribedSteps:
         return {
             "tokens_over_radius": row["chi_active"],
             "step_scale": self.step_scale,
-            "score_temperature": self.teachers[True].temperature,
+            "score_temperature": self.teachers[OWN].temperature,
             "teacher_tokens": row["teacher_tokens"],
             "teacher_tokens_one_pass_per_view": row["naive_teacher_tokens"],
             "seconds_teacher": row["seconds_score"],
@@ -204,13 +213,13 @@ class PrescribedSteps:
     def excess(self) -> list[Tensor]:
         """Per response `[T]`, the norm of the full teacher's gradient over the radius, at step scale 1."""
         student, full = self.states
-        excess = gradient_excess(self.teachers[True].head, student.hidden, full.hidden, log_prob_floor=LOG_PROB_FLOOR)
+        excess = gradient_excess(self.teachers[OWN].head, student.hidden, full.hidden, log_prob_floor=LOG_PROB_FLOOR)
         return list(excess.cpu().split(student.lengths))
 
     @cached_property
     def states(self) -> tuple[ResponseStates, ResponseStates]:
         """Of the student and of the full teacher, which no step changes."""
-        rollouts, teacher = self.rollouts_with_feedback(), self.teachers[True]
+        rollouts, teacher = self.rollouts_with_feedback(), self.teachers[OWN]
         full = teacher.full(rollouts)
         teacher.forget()
         teacher.take_metrics()
@@ -218,7 +227,7 @@ class PrescribedSteps:
             return student_states(self.model, rollouts, max_tokens=1), full
 
     def rollouts_with_feedback(self) -> list[Rollout]:
-        return select_rollouts(self.rollouts, load_objective("fire"), self.teachers[True], NO_BUDGET).trained
+        return select_rollouts(self.rollouts, load_objective("fire"), self.teachers[OWN], NO_BUDGET).trained
 
 
 def student_states(model: PeftModel, rollouts: Sequence[Rollout], max_tokens: int | None = None) -> ResponseStates:

@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes, model_of
+from firedistill.benchmarks.prescribed import OWN, ModelSizes, PrescribedSteps, StepSizes, model_of
 from firedistill.prompts import student_messages
 
 TITLE = "A Full Context step without sampling, against trl's SDPOTrainer with full logits"
@@ -125,7 +125,7 @@ class TrlSteps(TrainerCallback):
         from peft import LoraConfig
 
         ours = PrescribedSteps(sizes, model_sizes, options)
-        teacher, rollouts = ours.teachers[True], ours.rollouts_with_feedback()
+        teacher, rollouts = ours.teachers[OWN], ours.rollouts_with_feedback()
         lora: Any = ours.model.peft_config["default"]
         model, tokenizer = model_of(model_sizes, options)
 

@@ -1,6 +1,7 @@
 """Teacher views: common prefixes read once, compared with one forward pass per view.
 
-Requested as FIRE does: the full view first, then those without a field.
+Requested as FIRE does: the full view first, then those without a field. On a GPU, where training reads padded batches, they are a third
+variant.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import partial
 from itertools import product
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.prescribed import ModelSizes, PrescribedSteps, StepSizes
+from firedistill.benchmarks.prescribed import BATCHES, ONE_BY_ONE, SHARED, ModelSizes, PrescribedSteps, StepSizes
 from firedistill.rollout import Rollout
 from firedistill.teacher import Teacher
 
@@ -46,10 +47,8 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     for fields, response in product(sizes.orders, sizes.responses):
         steps = PrescribedSteps(StepSizes(sizes.prompt, fields, (response,)), sizes.model, options)
         (rollout,) = steps.rollouts_with_feedback()
-        variants = {
-            "one pass per view": partial(read_views, steps.teachers[False], rollout),
-            "shared prefixes": partial(read_views, steps.teachers[True], rollout),
-        }
+        readings = [ONE_BY_ONE, SHARED] if options.device == "cpu" else [ONE_BY_ONE, SHARED, BATCHES]
+        variants = {reading: partial(read_views, steps.teachers[reading], rollout) for reading in readings}
         case = {"fields": " ".join(map(str, fields)), "response": response}
         repeats = options.repeats or sizes.repeats
         yield from harness.rows(case, variants, repeats, details=lambda tokens: {"tokens_read": tokens})

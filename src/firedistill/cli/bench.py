@@ -10,13 +10,20 @@ import torch
 from rich.console import Console
 
 from firedistill import benchmarks
-from firedistill.benchmarks.harness import Options, hardware, result, table, write
-from firedistill.terminal import quiet_libraries
+from firedistill.benchmarks import gpu, parts
+from firedistill.benchmarks.gpu.page import PAGE, write_page
+from firedistill.benchmarks.gpu.sizes import Setting
+from firedistill.benchmarks.harness import Options, hardware, plot, result, table, write
+from firedistill.terminal import quiet_libraries, visible
 
 
 def bench_command(arguments: Sequence[str], console: Console) -> int:
+    if arguments and arguments[0] == "gpu":
+        return gpu_command(arguments[1:], console)
     parser = argparse.ArgumentParser(
-        prog="firedistill bench", description="Times and memory on this machine; both sides of each comparison take turns."
+        prog="firedistill bench",
+        description="Times and memory on this machine; both sides of each comparison take turns.",
+        epilog="What a GPU does with the package, from its ceilings to whole steps: firedistill bench gpu --help",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks.BENCHMARKS)}; default: all of them")
     parser.add_argument("--quick", action="store_true", help="small sizes")
@@ -30,6 +37,7 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; expected 1 or more")
     selected = {name: benchmarks.load_benchmark(name) for name in options.names or benchmarks.BENCHMARKS}
+    check_device(options.device)
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
@@ -39,14 +47,86 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
             console.print(f"{name} skipped: it compares with {package}, which is not installed")
             continue
         sizes = benchmark.SIZES["quick" if options.quick else "full"]
-        machine, rows = hardware(), []
+        folder, machine, rows = Path(options.output), hardware(), []
         with console.status(name) as status:
             for row in benchmark.run(sizes, chosen):
                 rows.append(row)
+                path = write(result(name, benchmark.TITLE, sizes, chosen, rows, machine), folder)
                 status.update(f"{name}: {len(rows)} measurements")
         found = result(name, benchmark.TITLE, sizes, chosen, rows, machine)
         console.print(table(found))
         sweeps = benchmark.sweeps(sizes) if hasattr(benchmark, "sweeps") else {}
-        for path in write(found, Path(options.output), sweeps):
-            console.print(f"wrote {path}", soft_wrap=True)
+        for written in (path, plot(found, path.with_suffix(".png"), sweeps)):
+            console.print(f"wrote {written}", soft_wrap=True)
     return 0
+
+
+def check_device(device: str) -> None:
+    """Raise ValueError, which says what to do, if there is no GPU to measure."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"there is no GPU that PyTorch {torch.__version__} can use: run this on a machine with a CUDA GPU and a CUDA build of "
+            "PyTorch, or try the command with --device cpu (bench gpu: --device cpu --tiny)"
+        )
+
+
+def gpu_command(arguments: Sequence[str], console: Console) -> int:
+    parser = argparse.ArgumentParser(
+        prog="firedistill bench gpu",
+        description="What a GPU does with the package, in parts. Nothing is downloaded. Each part has a .json file, written as it is "
+        "measured. A call stops when its budget is used, and the next one with the same folder makes the missing parts.",
+        epilog="Parts: " + "; ".join(f"{part.name} ({part.seconds:g} s): {part.title}" for part in gpu.PARTS) + ".",
+    )
+    parser.add_argument("names", nargs="*", metavar="PART", help="measure these parts (again); default: those that are missing")
+    parser.add_argument("--budget", type=float, default=500.0, help="seconds of this call (500)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the command; the times mean nothing")
+    parser.add_argument("--page", action="store_true", help=f"only make {PAGE} of the files in the folder")
+    parser.add_argument("--tests", default=default_tests(), help="folder of the test suite, for the part `tests`")
+    parser.add_argument("-o", "--output", default="bench-gpu", help=f"folder for the .json files and {PAGE} (bench-gpu)")
+    options = parser.parse_args(list(arguments))
+    folder = Path(options.output)
+    if unknown := set(options.names) - {part.name for part in gpu.PARTS}:
+        raise ValueError(f"unknown part {', '.join(sorted(unknown))}; known are {', '.join(part.name for part in gpu.PARTS)}")
+    if not options.budget > 0:
+        raise ValueError(f"--budget is {options.budget:g}; expected seconds above 0")
+    if not options.page:
+        check_device(options.device)
+        if options.device == "cpu" and not options.tiny:
+            raise ValueError("the sizes of a GPU take hours on a CPU: add --tiny, which tries the command")
+        setting = Setting(
+            options.device, options.tiny, folder.absolute(), Path(options.tests).absolute() if options.tests else None
+        )
+        refuse_other_setting(folder, setting)
+
+        def say(line: str) -> None:
+            console.print(visible(line), soft_wrap=True)
+
+        wanted = [part.shortened() for part in gpu.PARTS] if options.tiny else gpu.PARTS
+        missing = parts.run_parts(wanted, setting.folder, options.budget, gpu.measure, (setting,), options.names, say)
+        if missing:
+            seconds = sum(part.seconds for part in missing)
+            console.print(
+                f"left for another call: {', '.join(part.name for part in missing)}; together about {seconds:.0f} s, the longest "
+                f"{max(part.seconds for part in missing):.0f} s. The same command continues",
+                soft_wrap=True,
+            )
+    console.print(f"wrote {write_page(folder)}", soft_wrap=True)
+    return 0
+
+
+def default_tests() -> str | None:
+    """The folder `tests` of a checkout."""
+    root = Path(__file__).parents[3]
+    return str(root / "tests") if (root / "pyproject.toml").exists() and (root / "tests" / "conftest.py").exists() else None
+
+
+def refuse_other_setting(folder: Path, setting: Setting) -> None:
+    """Raise ValueError if the folder holds measurements of another device or other sizes."""
+    for part in gpu.PARTS:
+        record = parts.read(folder, part.name) or {}
+        if "device" in record and (record["device"], record["tiny"]) != (setting.device, setting.tiny):
+            sizes = "tiny" if record["tiny"] else "full"
+            raise ValueError(
+                f"{folder} holds measurements of {record['device']} at {sizes} sizes: name another folder with --output"
+            )

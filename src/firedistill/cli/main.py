@@ -28,6 +28,7 @@ examples:
   firedistill report runs/lab -o report
   firedistill report runs/a runs/b -o curves.png
   firedistill bench --quick
+  firedistill bench gpu --budget 500
 
 FIREDISTILL_TRACEBACK=1 in the environment prints the traceback of an error.
 """

@@ -8,30 +8,36 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any
 
 from firedistill.files import UNFINISHED, naming, written_at_once
 from firedistill.rollout import Rollout
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
 # Bytes in a line, and the largest step, of which a float is exact.
 LONGEST_ROW, LAST_STEP = 2**20, 2**53
-FEEDBACK = pa.list_(pa.struct({"name": pa.string(), "text": pa.string()}))
-ROLLOUT_COLUMNS = pa.schema(
-    [("step", pa.int64())]
-    + [(name, pa.string()) for name in ("uid", "prompt", "response", "expected", "submitted")]
-    + [(name, pa.bool_()) for name in ("correct", "lenient_correct", "well_formed", "finished")]
-    + [(name, pa.int64()) for name in ("response_tokens", "prefix_tokens", "draft_tokens")]
-    + [("trained", pa.bool_()), ("feedback", FEEDBACK)]
-)
-"""Fixed, so that all rollout files of a run can be read as one table."""
-
 STEPS_PER_FILE = 100
+
+
+@cache
+def rollout_columns() -> pa.Schema:
+    """The columns of all rollout files of a run, so that they can be read as one table."""
+    import pyarrow as pa  # takes part of a second, and training without a log of the rollouts does not need it
+
+    feedback = pa.list_(pa.struct({"name": pa.string(), "text": pa.string()}))
+    return pa.schema(
+        [("step", pa.int64())]
+        + [(name, pa.string()) for name in ("uid", "prompt", "response", "expected", "submitted")]
+        + [(name, pa.bool_()) for name in ("correct", "lenient_correct", "well_formed", "finished")]
+        + [(name, pa.int64()) for name in ("response_tokens", "prefix_tokens", "draft_tokens")]
+        + [("trained", pa.bool_()), ("feedback", feedback)]
+    )
 
 
 class RunLog:
@@ -85,11 +91,14 @@ class RunLog:
         """Write the rollouts of a step or evaluation. If that fails (a full disk), they are lost, and the failure is counted."""
         if not rows:
             return
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         folder = self.folder / "rollouts"
         try:
             folder.mkdir(exist_ok=True)
             with written_at_once(folder / f"{prefix}_{step:06d}.parquet") as unfinished:
-                pq.write_table(pa.Table.from_pylist(list(rows), schema=ROLLOUT_COLUMNS), unfinished)
+                pq.write_table(pa.Table.from_pylist(list(rows), schema=rollout_columns()), unfinished)
         except (OSError, pa.ArrowException) as error:
             self.failed(f"the rollouts of step {step} could not be written", error)
         if prefix == "step" and step % STEPS_PER_FILE == 0:
@@ -100,17 +109,21 @@ class RunLog:
 
     def _join(self, steps: range) -> None:
         """Replace the rollout files of these steps by one, with a row group per step."""
+        import pyarrow.parquet as pq
+
         folder = self.folder / "rollouts"
         parts = [path for path in (folder / f"step_{step:06d}.parquet" for step in steps) if path.exists()]
         joined = folder / f"step_{steps[0]:06d}-{steps[-1]:06d}.parquet"
-        with written_at_once(joined) as unfinished, pq.ParquetWriter(unfinished, ROLLOUT_COLUMNS) as writer:
+        with written_at_once(joined) as unfinished, pq.ParquetWriter(unfinished, rollout_columns()) as writer:
             for part in parts:
-                writer.write_table(pq.read_table(part, schema=ROLLOUT_COLUMNS))
+                writer.write_table(pq.read_table(part, schema=rollout_columns()))
         for part in parts:
             part.unlink()
 
     def _split(self, path: Path, last: int) -> None:
         """Undo `_join`, without the steps after `last`."""
+        import pyarrow.parquet as pq
+
         with pq.ParquetFile(path) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group)
@@ -233,7 +246,7 @@ def last_row(path: str | Path) -> dict[str, Any] | None:
 
 
 def rollout_row(rollout: Rollout, step: int, prompt: str, trained: bool) -> dict[str, Any]:
-    """A rollout as a row of `ROLLOUT_COLUMNS`."""
+    """A rollout as a row of `rollout_columns()`."""
     verdict, response = rollout.verdict, rollout.response
 
     def text(value: Any) -> str:

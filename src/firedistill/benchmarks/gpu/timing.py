@@ -1,0 +1,55 @@
+"""Rows of measurements: times, work and facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from firedistill.benchmarks import harness
+from firedistill.benchmarks.gpu.sizes import Work
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A function to time.
+
+    Attributes:
+        work: its floor.
+        facts: about it, for the record.
+        times: how often to call it in one timed run, where a single call is too short for a clock.
+        memory: also measure its peak memory.
+    """
+
+    function: Callable[[], Any]
+    work: Work | None = None
+    facts: Mapping[str, Any] | None = None
+    times: int = 1
+    memory: bool = False
+
+
+def timed(case: Mapping[str, Any], variants: Mapping[str, Variant], repeats: int) -> Iterator[harness.Row]:
+    """A row per variant: medians over `repeats` runs after one to warm up, in turns."""
+    functions = {name: partial(repeated, variant.function, variant.times) for name, variant in variants.items()}
+    for row in harness.rows(case, functions, repeats):
+        variant = variants[row["variant"]]
+        for clock in ("seconds", "processor_seconds"):
+            row[clock] = {name: value / variant.times for name, value in row[clock].items()}
+        row |= {"work": variant.work, "details": dict(variant.facts or {})}
+        if variant.memory:
+            row["peak_mib"] = harness.peak_mib_of(variant.function)
+        yield row
+
+
+def repeated(function: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        function()
+
+
+def row_of(case: Mapping[str, Any], variant: str, seconds: Sequence[float] = (), **more: Any) -> harness.Row:
+    """A row of values that were measured in another way than by `timed`."""
+    times = {"seconds": harness.spread(np.array(seconds))} if len(seconds) else {}
+    return {"case": dict(case), "variant": variant, **times, **more}
