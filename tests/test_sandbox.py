@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -204,3 +203,203 @@ def test_hostile_programs_are_contained(cell, place, listener, name, monkeypatch
 
 def test_every_hostile_program_is_expected_to_end_somehow():
     assert sorted(EXPECTED) == sorted(path.stem for path in HOSTILE.glob("*.py"))
+
+
+# ---- Honest programs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def level():
+    """The level that this machine has; without one, there is nothing to test."""
+    try:
+        return sandbox.sandbox_level()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+VALUES = [
+    None,
+    True,
+    -7,
+    10**40,
+    0.1,
+    float("inf"),
+    "é\n\u2028",
+    b"\x00\xff",
+    1 - 2j,
+    [],
+    [1, [2, (3, "x")]],
+    (),
+    {1, 2},
+    frozenset({"a"}),
+    {"a": 1, (1, 2): [None], 3: {}},
+]
+
+
+def test_values_come_back_as_they_are(level):
+    report = run_program("", [Snippet("eval", repr(value)) for value in VALUES[:5]] + [Snippet("eval", "float('inf')")])
+    assert [outcome.value for outcome in report.outcomes] == VALUES[:6]
+    report = run_program("", [Snippet("eval", repr(value)) for value in VALUES[6:]])
+    assert [outcome.value for outcome in report.outcomes] == VALUES[6:]
+    assert [type(outcome.value) for outcome in report.outcomes] == [type(value) for value in VALUES[6:]]
+
+
+def test_subclasses_of_plain_types_are_what_they_hold(level):
+    program = "from collections import *\nP = namedtuple('P', 'x y')\nd = defaultdict(list); d[1].append(2)"
+    report = run_program(program, [Snippet("eval", text) for text in ("P(1, 2)", "d", "Counter('aab')", "range(3)", "len")])
+    values = [outcome.value for outcome in report.outcomes]
+    assert values[:3] == [(1, 2), {1: [2]}, {"a": 2, "b": 1}]
+    assert values[3:] == [Other("range range(0, 3)"), Other("builtin_function_or_method <built-in function len>")]
+
+
+def test_tests_do_not_influence_each_other(level):
+    program = "kept = []\ndef solve(x):\n    kept.append(x)\n    return kept"
+    report = run_program(program, [Snippet("eval", f"solve({i})") for i in range(3)])
+    assert [outcome.value for outcome in report.outcomes] == [[0], [1], [2]]
+
+
+def test_errors_name_the_line_of_the_program(level):
+    program = "def inner(x):\n    return 1 / x\n\ndef solve(x):\n    return inner(x)"
+    (outcome,) = run_program(program, [Snippet("eval", "solve(0)")], setup="import math\n\n\n\n").outcomes
+    assert outcome.error == sandbox.Raised("ZeroDivisionError", "division by zero", 2)
+    load = run_program("def solve(x):\n  return (", []).load
+    assert load.error is not None and (load.error.type, load.error.line) == ("SyntaxError", 2)
+
+
+def test_what_a_program_prints_is_kept_up_to_a_limit(level):
+    report = run_program("print('x' * 10_000)", [Snippet("eval", "print('hello')")])
+    assert report.load.output == "x" * Limits().output_bytes
+    assert report.outcomes[0].output.endswith("x")
+    assert run_program("", [Snippet("eval", "print('hello')")]).outcomes[0].output == "hello\n"
+
+
+def test_programs_of_several_threads_run_at_a_time(level):
+    """Every one gets its own answer, and no more run than the machine has processors."""
+    answers = {}
+
+    def ask(number):
+        answers[number] = run_program(f"n = {number}", [Snippet("eval", "n")]).outcomes[0].value
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: number for number in range(6)}
+
+
+def test_the_same_program_gives_the_same_result_every_time(level):
+    text = "list({'a', 'b', 'c', 'd', 'e'})"
+    assert len({tuple(run_program("", [Snippet("eval", text)]).outcomes[0].value) for _ in range(3)}) == 1
+
+
+def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
+    monkeypatch.setattr(sandbox, "STAGE", Path("/nonexistent/stage.py"))
+    with pytest.raises(SandboxError, match="/nonexistent/stage.py"):
+        sandbox._run("", "", [], Limits(), "limits")
+
+
+def test_a_stage_that_hangs_is_ended(monkeypatch, tmp_path):
+    stage = tmp_path / "stage.py"
+    stage.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
+    monkeypatch.setattr(sandbox, "STAGE", stage)
+    monkeypatch.setattr(sandbox, "MARGIN", 0.2)
+    with pytest.raises(SandboxError, match="took longer than 0.3 s"):
+        sandbox._run("", "", [], Limits(total_seconds=0.1), "limits")
+
+
+def test_what_dies_with_the_trainer(level, place, tmp_path):
+    """A trainer that is killed leaves no process behind."""
+    if level != "namespaces":
+        pytest.skip("needs a PID namespace")
+    source = "from firedistill.tasks.sandbox import *; run_program('import time\\ntime.sleep(100)', [])"
+    trainer = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(stages()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    while stages() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert stages() == set()
+    for left in Path(tempfile.gettempdir()).glob("firedistill-sandbox-*"):
+        shutil.rmtree(left)  # an empty folder, which only the trainer could have removed
+
+
+# ---- Levels ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_isolation_is_refused(monkeypatch):
+    def failing(program, setup, tests, limits, level):
+        if level == "limits":
+            return sandbox.Report(sandbox.Outcome("returned"), ())
+        raise SandboxError("unshare: Operation not permitted")
+
+    monkeypatch.setattr(sandbox, "_run", failing)
+    sandbox._level.cache_clear()
+    monkeypatch.delenv("FIREDISTILL_SANDBOX", raising=False)
+    with pytest.raises(ValueError, match=r"cannot be isolated .*namespaces: unshare.*; filter: .*FIREDISTILL_SANDBOX=limits"):
+        sandbox.sandbox_level()
+    monkeypatch.setenv("FIREDISTILL_SANDBOX", "limits")
+    assert sandbox.sandbox_level() == "limits"
+    monkeypatch.setenv("FIREDISTILL_SANDBOX", "jail")
+    with pytest.raises(ValueError, match="FIREDISTILL_SANDBOX is 'jail'; expected one of namespaces, filter, limits"):
+        sandbox.sandbox_level()
+    sandbox._level.cache_clear()
+
+
+# ---- Comparison --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "json", "equal"),
+    [
+        (3, 3, False, True),
+        (3, 4, False, False),
+        (True, 1, False, True),
+        (0.1 + 0.2, 0.3, False, True),
+        (0.3001, 0.3, False, False),
+        (3, 3.0, False, True),
+        (10**400, 1.0, False, False),
+        (float("nan"), float("nan"), False, True),
+        ([1, 2], [1, 2], False, True),
+        ((1, 2), [1, 2], False, False),
+        ((1, 2), [1, 2], True, True),
+        ([1, 2], (1, 2), True, False),
+        ([1, (2,)], [1, [2]], True, True),
+        ([1], [1, 2], False, False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, False, True),
+        ({"a": 1, "b": 2}, {"a": 1}, False, False),
+        ({1, 2}, {2, 1}, False, True),
+        ("3", 3, False, False),
+        (None, None, False, True),
+        (None, 0, False, False),
+        (Other("int 3"), 3, False, False),
+        ([Other("x")], [Other("x")], False, False),
+    ],
+)
+def test_comparison(value, expected, json, equal):
+    assert matches(value, expected, lists_for_tuples=json) is equal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "1",
+        "{",
+        '{"value": {"t": "set", "v": [[1]]}}',
+        '{"value": {"t": "int", "v": "zz"}}',
+        '{"value": {"t": "x", "v": 1}}',
+        '{"value": ' + "[" * 100_000,
+        '{"value": {"t": "dict", "v": [1]}}',
+        '{"value": {"t": "complex", "v": "ab"}}',
+        '{"error": 3}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_forged_results_are_unreadable(text):
+    report = {"late": False, "signal": None, "lost": 0, "output": "", "result": text or " "}
+    assert sandbox._outcome(report).status == "unreadable"

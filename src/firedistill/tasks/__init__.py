@@ -102,4 +102,5 @@ def _suggestion(name: str) -> str:
 
 
 def _known_names() -> str:
-    return f"Known tasks: {', '.join([*TASKS, 'arithmetic', 'functions'])}, code:<file>, gym:<dataset>, and <module>:<class> for your own."
+    names = ", ".join([*TASKS, "arithmetic", "functions"])
+    return f"Known tasks: {names}, code:<file>, gym:<dataset>, and <module>:<class> for your own."

@@ -20,12 +20,18 @@ from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, 
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
-CODE_INSTRUCTION = "Answer with one Python program in a fenced code block (```python ... ```). It is run and tested; nothing else is read."
+CODE_INSTRUCTION = (
+    "Answer with one Python program in a fenced code block (```python ... ```). It is run and tested; nothing else is read."
+)
 MAX_SHOWN_CHARACTERS = 160
 MAX_REMARKS = 3
 
 # The names under which published datasets (HumanEval, MBPP) have what the columns below hold.
-PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = ("prompt", "text"), ("tests", "test", "test_list"), ("solution", "canonical_solution", "code")
+PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
+    ("prompt", "text"),
+    ("tests", "test", "test_list"),
+    ("solution", "canonical_solution", "code"),
+)
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _COMPARISONS = {
@@ -169,7 +175,7 @@ class CodeTask(Task):
             fields.append(("entry_point", f"Missing function: the tests call `{entry_point}`; the program defines {defined}."))
         else:
             for rank, (number, test, outcome) in enumerate(failing[: self.shown_tests], start=1):
-                fields.append((f"test_{rank}", _test_text(number, test, outcome, self.limits)))
+                fields.append((f"test_{rank}", failing_test_text(number, test, outcome, self.limits)))
             raised = next((outcome for _, _, outcome in failing if outcome.status == "raised"), None)
             if raised is not None and raised.error is not None and raised.error.line is not None:
                 fields.append(("traceback", _traceback_text(raised, lines)))
@@ -264,7 +270,9 @@ def read_tests(value: Any, entry_point: str, column: str = "tests") -> tuple[lis
             tests += found
             setup += beside
         else:
-            raise DataError(f'{where}: expected {{"call": [...], "expect": ...}} or a text with assertions, found {_kind(item)}')
+            raise DataError(
+                f'{where}: expected {{"call": [...], "expect": ...}} or a text with assertions, found {_kind(item)}'
+            )
     if not tests:
         raise DataError(f"field {column!r} holds no test; add one or remove the row")
     return tests, "\n".join(setup)
@@ -387,7 +395,7 @@ def _verdict_text(tests: int, ran: int, failing: int, well_formed: bool) -> str:
     return f"Verdict: incorrect; {ran - failing} of {tests} tests pass{rest}{format_note}."
 
 
-def _test_text(number: int, test: UnitTest, outcome: Outcome, limits: Limits) -> str:
+def failing_test_text(number: int, test: UnitTest, outcome: Outcome, limits: Limits) -> str:
     call = test.run.text.removeprefix("assert ") if not test.outside else test.run.text
     items = [f"call={quoted(call)}", f"expected={test.wanted}", f"got={_got(outcome, limits)}"]
     if outcome.status == "returned" and outcome.value is None and outcome.output.strip():
@@ -399,8 +407,8 @@ def _got(outcome: Outcome, limits: Limits) -> str:
     if outcome.status == "returned":
         return quoted(outcome.value.shown if isinstance(outcome.value, Other) else repr(outcome.value))
     if outcome.status == "raised" and outcome.error is not None:
-        return quoted(f"{outcome.error.type}: {outcome.error.text}".removesuffix(": "))
-    return f"no value: the program {_ending(outcome, limits)}"
+        return quoted(outcome.error.type)  # the field `traceback` has the rest
+    return "no value" if outcome.status in ("time", "memory") else f"no value: the program {_ending(outcome, limits)}"
 
 
 def _ending(outcome: Outcome, limits: Limits) -> str:
@@ -415,7 +423,11 @@ def _ending(outcome: Outcome, limits: Limits) -> str:
 def _traceback_text(outcome: Outcome, lines: Sequence[str]) -> str:
     assert outcome.error is not None  # its status is "raised"
     error, line = outcome.error, outcome.error.line
-    place = f"line {line}, {quoted(lines[line - 1])}" if line is not None and line <= len(lines) else "outside of the program's text"
+    place = (
+        f"line {line}, {quoted(lines[line - 1])}"
+        if line is not None and line <= len(lines)
+        else "outside of the program's text"
+    )
     return f"Traceback: {quoted(f'{error.type}: {error.text}'.removesuffix(': '))} in {place}."
 
 

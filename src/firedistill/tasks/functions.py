@@ -160,7 +160,12 @@ def _running_sums(xs: list[int], k: Any) -> list[int]:
     return [sum(xs[: i + 1]) for i in range(len(xs))]
 
 
-WORDS = "apple banana cherry date elder fig grape hazel iris juniper kiwi lemon mango nut olive pear plum quince rose sage tea".split()
+# fmt: off
+WORDS = [
+    "apple", "banana", "cherry", "date", "elder", "fig", "grape", "hazel", "iris", "juniper", "kiwi",
+    "lemon", "mango", "nut", "olive", "pear", "plum", "quince", "rose", "sage", "tea",
+]
+# fmt: on
 
 # Operations on lists of anything.
 ANY = [
@@ -192,10 +197,23 @@ ANY = [
 ]
 NUMBERS = [
     Operation(
-        "keep only the numbers that are divisible by {k}", "[x for x in xs if x % {k} == 0]", lambda xs, k: [x for x in xs if x % k == 0], (2, 3, 4, 5)
+        "keep only the numbers that are divisible by {k}",
+        "[x for x in xs if x % {k} == 0]",
+        lambda xs, k: [x for x in xs if x % k == 0],
+        (2, 3, 4, 5),
     ),
-    Operation("keep only the numbers greater than {k}", "[x for x in xs if x > {k}]", lambda xs, k: [x for x in xs if x > k], (-5, 0, 4, 7, 10)),
-    Operation("keep only the numbers that are at most {k}", "[x for x in xs if x <= {k}]", lambda xs, k: [x for x in xs if x <= k], (0, 5, 12, 20)),
+    Operation(
+        "keep only the numbers greater than {k}",
+        "[x for x in xs if x > {k}]",
+        lambda xs, k: [x for x in xs if x > k],
+        (-5, 0, 4, 7, 10),
+    ),
+    Operation(
+        "keep only the numbers that are at most {k}",
+        "[x for x in xs if x <= {k}]",
+        lambda xs, k: [x for x in xs if x <= k],
+        (0, 5, 12, 20),
+    ),
     Operation(
         "keep only the numbers whose last decimal digit is at least {k}",
         "[x for x in xs if abs(x) % 10 >= {k}]",
@@ -206,7 +224,10 @@ NUMBERS = [
     Operation("add {k} to each number", "[x + {k} for x in xs]", lambda xs, k: [x + k for x in xs], (2, 3, 5, 10)),
     Operation("multiply each number by {k}", "[x * {k} for x in xs]", lambda xs, k: [x * k for x in xs], (2, 3, 4)),
     Operation(
-        "replace each number by its distance to {k}", "[abs(x - {k}) for x in xs]", lambda xs, k: [abs(x - k) for x in xs], (3, 5, 10)
+        "replace each number by its distance to {k}",
+        "[abs(x - {k}) for x in xs]",
+        lambda xs, k: [abs(x - k) for x in xs],
+        (3, 5, 10),
     ),
     Operation(
         "multiply each number by its position, where the first position is 1",
@@ -223,12 +244,19 @@ NUMBERS = [
         "[sum(xs[:i]) for i in range(1, len(xs) + 1)]",
         _running_sums,
     ),
-    Operation("replace every negative number by {k}", "[{k} if x < 0 else x for x in xs]", lambda xs, k: [k if x < 0 else x for x in xs], (0, 1, 5)),
+    Operation(
+        "replace every negative number by {k}",
+        "[{k} if x < 0 else x for x in xs]",
+        lambda xs, k: [k if x < 0 else x for x in xs],
+        (0, 1, 5),
+    ),
 ]
 NUMBER_ENDS = [
     Operation("the sum of the numbers", "sum(xs)", lambda xs, k: sum(xs)),
     Operation("the list", "xs", lambda xs, k: xs),
-    Operation("the largest number, or {k} if the list is empty", "max(xs, default={k})", lambda xs, k: max(xs, default=k), (0, -1)),
+    Operation(
+        "the largest number, or {k} if the list is empty", "max(xs, default={k})", lambda xs, k: max(xs, default=k), (0, -1)
+    ),
     Operation(
         "the difference between the largest and the smallest number, or {k} if the list is empty",
         "max(xs) - min(xs) if xs else {k}",
@@ -242,7 +270,11 @@ NUMBER_ENDS = [
         lambda xs, k: sorted(set(xs))[-2] if len(set(xs)) > 1 else k,
         (0, -1),
     ),
-    Operation("the different numbers in descending order", "sorted(set(xs), reverse=True)", lambda xs, k: sorted(set(xs), reverse=True)),
+    Operation(
+        "the different numbers in descending order",
+        "sorted(set(xs), reverse=True)",
+        lambda xs, k: sorted(set(xs), reverse=True),
+    ),
     Operation(
         "the sum of the numbers at odd positions minus the sum of those at even positions, where the first position is 1",
         "sum(xs[::2]) - sum(xs[1::2])",
@@ -251,13 +283,31 @@ NUMBER_ENDS = [
     Operation("the product of the numbers, which is 1 for an empty list", "prod(xs)", prod_of),
 ]
 TEXTS = [
-    Operation("keep only the words with more than {k} letters", "[x for x in xs if len(x) > {k}]", lambda xs, k: [x for x in xs if len(x) > k], (3, 4)),
-    Operation("keep only the words with at most {k} letters", "[x for x in xs if len(x) <= {k}]", lambda xs, k: [x for x in xs if len(x) <= k], (4, 5)),
     Operation(
-        "keep only the words that contain the letter {k}", "[x for x in xs if {k} in x]", lambda xs, k: [x for x in xs if k in x], ("a", "e", "i")
+        "keep only the words with more than {k} letters",
+        "[x for x in xs if len(x) > {k}]",
+        lambda xs, k: [x for x in xs if len(x) > k],
+        (3, 4),
+    ),
+    Operation(
+        "keep only the words with at most {k} letters",
+        "[x for x in xs if len(x) <= {k}]",
+        lambda xs, k: [x for x in xs if len(x) <= k],
+        (4, 5),
+    ),
+    Operation(
+        "keep only the words that contain the letter {k}",
+        "[x for x in xs if {k} in x]",
+        lambda xs, k: [x for x in xs if k in x],
+        ("a", "e", "i"),
     ),
     Operation("reverse each word", "[x[::-1] for x in xs]", lambda xs, k: [x[::-1] for x in xs]),
-    Operation("remove the letter {k} from each word", "[x.replace({k}, '') for x in xs]", lambda xs, k: [x.replace(k, "") for x in xs], ("a", "e", "i")),
+    Operation(
+        "remove the letter {k} from each word",
+        "[x.replace({k}, '') for x in xs]",
+        lambda xs, k: [x.replace(k, "") for x in xs],
+        ("a", "e", "i"),
+    ),
     Operation(
         "write the last letter of each word as a capital letter",
         "[x[:-1] + x[-1:].upper() for x in xs]",

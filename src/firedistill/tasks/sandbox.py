@@ -12,16 +12,14 @@ import json
 import logging
 import math
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -345,7 +343,7 @@ def matches(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> boo
                 return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9) or (value != value and expected != expected)
         return value == expected
     if isinstance(expected, list | tuple):
-        kinds = (list, tuple) if lists_for_tuples else type(expected)
+        kinds = (list, tuple) if lists_for_tuples and isinstance(expected, list) else type(expected)
         if not isinstance(value, kinds) or len(value) != len(expected):
             return False
         return all(matches(a, b, lists_for_tuples=lists_for_tuples) for a, b in zip(value, expected, strict=True))

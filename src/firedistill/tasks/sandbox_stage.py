@@ -139,7 +139,12 @@ def seccomp_program() -> bytes:
     machine, column = platform.machine(), machine_column()
     load, equal, above, bits, back = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, deny, absent = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
-    code: list[tuple[int, int, int, int]] = [(load, 0, 0, 4), (equal, 1, 0, AUDIT_ARCH[machine]), (back, 0, 0, deny), (load, 0, 0, 0)]
+    code: list[tuple[int, int, int, int]] = [
+        (load, 0, 0, 4),
+        (equal, 1, 0, AUDIT_ARCH[machine]),
+        (back, 0, 0, deny),
+        (load, 0, 0, 0),
+    ]
     if machine == "x86_64":
         code += [(above, 0, 1, 0x40000000), (back, 0, 0, deny)]  # the x32 numbers
 
@@ -269,7 +274,10 @@ def set_limits(limits: dict[str, Any], processes: int) -> None:
         number = getattr(resource, f"RLIMIT_{kind}", None)
         if number is not None:
             most = resource.getrlimit(number)[1]
-            values = [value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, soft if hard is None else hard)]
+            values = [
+                value if most == resource.RLIM_INFINITY else min(value, most)
+                for value in (soft, soft if hard is None else hard)
+            ]
             try:
                 resource.setrlimit(number, (values[0], values[1]))
             except (ValueError, OSError):
@@ -362,9 +370,12 @@ def encode(value: Any, depth: int = 0) -> Any:
         raise ValueError("the value is nested more than 100 levels deep")
     if kind is list or (isinstance(value, list)):
         return [encode(item, depth + 1) for item in list.__iter__(value)]
-    for base in (tuple, set, frozenset):
-        if isinstance(value, base):
-            return {"t": base.__name__, "v": [encode(item, depth + 1) for item in base.__iter__(value)]}
+    if isinstance(value, tuple):
+        return {"t": "tuple", "v": [encode(item, depth + 1) for item in tuple.__iter__(value)]}
+    if isinstance(value, set):
+        return {"t": "set", "v": [encode(item, depth + 1) for item in set.__iter__(value)]}
+    if isinstance(value, frozenset):
+        return {"t": "frozenset", "v": [encode(item, depth + 1) for item in frozenset.__iter__(value)]}
     if isinstance(value, dict):
         pairs = [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in dict.items(value)]
         return {"t": "dict", "v": pairs}
@@ -377,7 +388,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 def described(error: BaseException) -> dict[str, Any]:
     """An exception: its type, its text, and the last line of the program that it passed."""
-    found = {"type": type(error).__name__, "text": "", "line": None}
+    found: dict[str, Any] = {"type": type(error).__name__, "text": "", "line": None}
     try:
         found["text"] = str(error)[:500]
     except BaseException:
@@ -400,7 +411,9 @@ def remarks(tree: ast.Module) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
-            found += [(node.lineno, f"{name} is imported and never used") for name in names if name not in used | {"*", "annotations"}]
+            found += [
+                (node.lineno, f"{name} is imported and never used") for name in names if name not in used | {"*", "annotations"}
+            ]
         elif isinstance(node, ast.FunctionDef):
             for part in ast.walk(node):
                 if isinstance(part, ast.Assign) and len(part.targets) == 1 and isinstance(part.targets[0], ast.Name):
@@ -419,14 +432,18 @@ def remarks(tree: ast.Module) -> list[str]:
 
 def run_test(isolation: Isolation, job: dict[str, Any], test: dict[str, str], result: int) -> None:
     """In a process of its own: run setup and program, then the test; write what it gives as JSON. Never returns."""
-    me, kind, report = os.getpid(), test["kind"], {}
+    me, kind = os.getpid(), test["kind"]
+    report: dict[str, Any] = {}
     try:
         phase = "sandbox"
         isolation.apply()
         phase = "program"
         if kind == "load":
             tree = ast.parse(job["program"])
-            report = {"remarks": remarks(tree)[:20], "defined": [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)][:20]}
+            report = {
+                "remarks": remarks(tree)[:20],
+                "defined": [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)][:20],
+            }
         module = types.ModuleType("answer")
         sys.modules["answer"] = module
         exec(compile(job["setup"], "<setup>", "exec", dont_inherit=True), module.__dict__)
@@ -512,7 +529,8 @@ def ended(isolation: Isolation, job: dict[str, Any], test: dict[str, str], secon
             os.dup2(output_in, 2)
             os.dup2(result_in, 3)
             os.closerange(4, 4096)
-            sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False, errors="backslashreplace")
+            sys.stdin = os.fdopen(0, closefd=False)
+            sys.stdout = os.fdopen(1, "w", closefd=False, errors="backslashreplace")
             sys.stderr = sys.stdout
             run_test(isolation, job, test, 3)
         finally:
