@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,16 +140,19 @@ class CodeTask(Task):
         program, well_formed = extract_program(example, response)
         if program is None:
             return Verdict(False, None, expected)
-        report = self.report(example, program)
-        passed = sum(ok for _, _, ok in results(example, report))
-        correct = passed == len(example.metadata["tests"])
+        report, results = self.run(example, program)
+        passed = sum(result.passes for result in results)
+        correct = passed == len(results)
         submitted = f"{passed} of {example.answer}" if report.load.status == "returned" else "a program that fails to load"
         return Verdict(correct, submitted, expected, well_formed, lenient_correct=correct)
 
-    def report(self, example: Example, program: str) -> Report:
-        """What the program does with the tests of the example. The last 1024 reports are kept."""
-        tests = tuple(test.run for test in example.metadata["tests"])
-        return _report(program, tests, example.metadata["setup"], self.limits)
+    def run(self, example: Example, program: str) -> tuple[Report, tuple[Result, ...]]:
+        """What the program does, and how its tests went. The last 1024 programs are not run again.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        return _run(program, example.metadata["tests"], example.metadata["setup"], self.limits)
 
     def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
         """`verdict`, then what applies of `syntax`, `imports`, `entry_point`, `test_1` ..., `traceback`, `limits`, and `style`.
@@ -162,25 +165,22 @@ class CodeTask(Task):
         if program is None:
             text = f"Verdict: incorrect; the answer has no program. Write one in a fenced code block; it must define `{entry_point}`."
             return (FeedbackField("verdict", text),)
-        report = self.report(example, program)
-        tested = results(example, report)
-        ran = [(number, *result) for number, result in enumerate(tested, start=1) if result[1].status != "not run"]
-        failing = [(number, test, outcome) for number, test, outcome, ok in ran if not ok]
-        fields = [("verdict", _verdict_text(len(tested), len(ran), len(failing), well_formed))]
+        report, results = self.run(example, program)
+        ran = [result for result in results if result.outcome.status != "not run"]
+        failing = [result for result in ran if not result.passes]
+        outcomes = [result.outcome for result in failing]
+        fields = [("verdict", _verdict_text(len(results), len(ran), len(failing), well_formed))]
         lines = program.split("\n")
         if report.load.status != "returned":
             fields.append(_load_field(report.load, lines, self.limits))
-        elif failing and all(_undefined(outcome, entry_point) for _, _, outcome in failing):
+        elif failing and all(_undefined(outcome, entry_point) for outcome in outcomes):
             defined = ", ".join(map(quoted, report.defined)) or "no function"
             fields.append(("entry_point", f"Missing function: the tests call `{entry_point}`; the program defines {defined}."))
         else:
-            for rank, (number, test, outcome) in enumerate(failing[: self.shown_tests], start=1):
-                fields.append((f"test_{rank}", failing_test_text(number, test, outcome, self.limits)))
-            raised = next((outcome for _, _, outcome in failing if outcome.status == "raised"), None)
-            if raised is not None and raised.error is not None and raised.error.line is not None:
+            fields += [(f"test_{rank}", _test_text(result)) for rank, result in enumerate(failing[: self.shown_tests], start=1)]
+            if raised := next((o for o in outcomes if o.error is not None and o.error.line is not None), None):
                 fields.append(("traceback", _traceback_text(raised, lines)))
-            over = next((outcome for _, _, outcome in failing if outcome.status in ("time", "memory")), None)
-            if over is not None:
+            if over := next((o for o in outcomes if o.status in ("time", "memory")), None):
                 fields.append(("limits", f"Limits: the program {_ending(over, self.limits)}."))
         if report.remarks:
             fields.append(("style", f"Style: {'; '.join(report.remarks[:MAX_REMARKS])}."))
@@ -212,15 +212,31 @@ def code_example(
     )
 
 
+@dataclass(frozen=True)
+class Result:
+    """How one test of a program went.
+
+    Attributes:
+        number: of the test, from 1.
+        outcome: without its value.
+        got: what the program gave instead of what is expected, for people and models.
+    """
+
+    number: int
+    test: UnitTest
+    passes: bool
+    outcome: Outcome
+    got: str
+
+
 @functools.lru_cache(maxsize=1024)
-def _report(program: str, tests: tuple[Snippet, ...], setup: str, limits: Limits) -> Report:
-    return run_program(program, tests, setup, limits)
-
-
-def results(example: Example, report: Report) -> list[tuple[UnitTest, Outcome, bool]]:
-    """The tests of an example, how they ended, and whether they pass."""
-    tests = example.metadata["tests"]
-    return [(test, outcome, test.passes(outcome)) for test, outcome in zip(tests, report.outcomes, strict=True)]
+def _run(program: str, tests: tuple[UnitTest, ...], setup: str, limits: Limits) -> tuple[Report, tuple[Result, ...]]:
+    report = run_program(program, [test.run for test in tests], setup, limits)
+    results = tuple(
+        Result(number, test, test.passes(outcome), replace(outcome, value=None), _got(outcome, limits))
+        for number, (test, outcome) in enumerate(zip(tests, report.outcomes, strict=True), start=1)
+    )
+    return replace(report, outcomes=()), results  # values can be large
 
 
 # ---- Reading answers --------------------------------------------------------------------------------------------------------
@@ -395,12 +411,17 @@ def _verdict_text(tests: int, ran: int, failing: int, well_formed: bool) -> str:
     return f"Verdict: incorrect; {ran - failing} of {tests} tests pass{rest}{format_note}."
 
 
-def failing_test_text(number: int, test: UnitTest, outcome: Outcome, limits: Limits) -> str:
-    call = test.run.text.removeprefix("assert ") if not test.outside else test.run.text
-    items = [f"call={quoted(call)}", f"expected={test.wanted}", f"got={_got(outcome, limits)}"]
-    if outcome.status == "returned" and outcome.value is None and outcome.output.strip():
-        items.append(f"printed={quoted(outcome.output, 60)}, but a value must be returned")
-    return f"Failing test {number}: {'; '.join(items)}."
+def _test_text(result: Result) -> str:
+    text = failing_test_text(result.number, result.test, result.got)
+    if result.got == "`None`" and result.outcome.output.strip():
+        return f"{text[:-1]}; printed={quoted(result.outcome.output, 60)}, but a value must be returned."
+    return text
+
+
+def failing_test_text(number: int, test: UnitTest, got: str) -> str:
+    """The feedback about one failing test."""
+    call = test.run.text if test.outside else test.run.text.removeprefix("assert ")
+    return f"Failing test {number}: call={quoted(call)}; expected={test.wanted}; got={got}."
 
 
 def _got(outcome: Outcome, limits: Limits) -> str:
