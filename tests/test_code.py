@@ -70,6 +70,14 @@ def test_a_file_is_divided_and_its_solutions_pass(tmp_path):
     assert task.verify(train[0], train[0].solution).correct
 
 
+def test_the_example_of_the_documentation(tmp_path):
+    text = (Path(__file__).parent.parent / "docs" / "code-tasks.md").read_text(encoding="utf-8")
+    source = write(tmp_path, *map(json.loads, text.partition("```jsonl\n")[2].partition("```")[0].splitlines()))
+    task = CodeTask(source)
+    (example,) = task.examples("train") + task.examples("eval")
+    assert task.verify(example, example.solution).correct
+
+
 def test_a_folder_with_splits(tmp_path):
     write(tmp_path, ADD, name="train.jsonl")
     write(tmp_path, ADD, ADD, name="test.jsonl")

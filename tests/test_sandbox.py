@@ -304,8 +304,13 @@ def test_a_stage_that_hangs_is_ended(monkeypatch, tmp_path):
     stage.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
     monkeypatch.setattr(sandbox, "STAGE", stage)
     monkeypatch.setattr(sandbox, "MARGIN", 0.2)
-    with pytest.raises(SandboxError, match="took longer than 0.3 s"):
-        sandbox._run("", "", [], Limits(total_seconds=0.1), "limits")
+    with pytest.raises(SandboxError, match="took longer than 0.5 s"):
+        sandbox._run("", "", [], Limits(seconds=0.2, total_seconds=0.1), "limits")
+
+
+def test_more_tests_than_there_is_time_for_are_no_verdict(level):
+    with pytest.raises(SandboxError, match=r"only \d of 3 tests could start within 0.1 s; none of them hangs"):
+        run_program("import time\ntime.sleep(0.2)", [Snippet("eval", "1")] * 3, limits=Limits(total_seconds=0.1))
 
 
 def test_what_dies_with_the_trainer(level, place, tmp_path):

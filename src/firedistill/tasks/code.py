@@ -444,12 +444,8 @@ def _ending(outcome: Outcome, limits: Limits) -> str:
 def _traceback_text(outcome: Outcome, lines: Sequence[str]) -> str:
     assert outcome.error is not None  # its status is "raised"
     error, line = outcome.error, outcome.error.line
-    place = (
-        f"line {line}, {quoted(lines[line - 1])}"
-        if line is not None and line <= len(lines)
-        else "outside of the program's text"
-    )
-    return f"Traceback: {quoted(f'{error.type}: {error.text}'.removesuffix(': '))} in {place}."
+    place = f" in line {line}, {quoted(lines[line - 1])}" if line is not None and line <= len(lines) else ""
+    return f"Traceback: {quoted(f'{error.type}: {error.text}'.removesuffix(': '))}{place}."
 
 
 def _load_field(load: Outcome, lines: Sequence[str], limits: Limits) -> tuple[str, str]:

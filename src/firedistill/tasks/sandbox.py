@@ -35,7 +35,7 @@ DESCRIPTIONS = {
     "no namespaces",
     "limits": "limits of time, memory and processes only: programs can read your files and use the network",
 }
-MARGIN = 3.0  # seconds that the stage has for starting and for ending its processes
+MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
 MAX_REPORT_BYTES = 64 << 20
 
 _slots = threading.BoundedSemaphore(max(2, os.cpu_count() or 2))
@@ -48,7 +48,7 @@ class Limits:
     Attributes:
         cpu_seconds: whole seconds of processor time of each process.
         seconds: wall-clock time of one test.
-        total_seconds: wall-clock time of all tests of a program.
+        total_seconds: wall-clock time after which no further test of a program starts.
         memory_bytes: address space of each process.
         processes: processes and threads.
         file_bytes: the size of a file; at the level "namespaces" of all files together.
@@ -58,8 +58,8 @@ class Limits:
     """
 
     cpu_seconds: int = 2
-    seconds: float = 4.0
-    total_seconds: float = 6.0
+    seconds: float = 3.0
+    total_seconds: float = 4.5
     memory_bytes: int = 512 << 20
     processes: int = 16
     file_bytes: int = 16 << 20
@@ -194,7 +194,7 @@ def run_program(program: str, tests: Sequence[Snippet], setup: str = "", limits:
         setup: runs before the program, in the same module.
 
     Raises:
-        SandboxError: the sandbox failed.
+        SandboxError: the sandbox failed, or the tests are too many for the total time.
         ValueError: this machine cannot isolate programs (`sandbox_level`).
     """
     level = sandbox_level()
@@ -212,10 +212,14 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
             "program": program.encode("utf-8", "replace").decode("utf-8"),
             "tests": [asdict(test) for test in tests],
         }
-        answer = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + MARGIN)
+        answer = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
     load = _outcome(answer[0])
     details = _details(answer[0]["result"])
     ran = [_outcome(report) for report in answer[1:]]
+    if load.status == "returned" and len(ran) < len(tests) and (not ran or ran[-1].status != "time"):
+        raise SandboxError(
+            f"only {len(ran)} of {len(tests)} tests could start within {limits.total_seconds:g} s; none of them hangs"
+        )
     ran += [Outcome("not run")] * (len(tests) - len(ran))
     return Report(load, tuple(ran), details.get("defined", ()), details.get("remarks", ()))
 

@@ -583,14 +583,16 @@ def ended(isolation: Isolation, job: dict[str, Any], test: dict[str, str], secon
 
 
 def run_all(job: dict[str, Any], isolation: Isolation) -> list[dict[str, Any]]:
-    """Load the program, then run its tests in turn, up to one that takes too long. If it cannot be loaded, none runs."""
+    """Load the program, then run its tests in turn, up to one that takes too long. If it cannot be loaded, none runs.
+
+    No test starts after the total time.
+    """
     end = time.monotonic() + job["limits"]["total_seconds"]
     reports: list[dict[str, Any]] = []
     for test in [{"kind": "load", "text": ""}, *job["tests"]]:
-        left = end - time.monotonic()
-        if left <= 0:
+        if time.monotonic() > end:
             break
-        reports.append(ended(isolation, job, test, min(left, job["limits"]["seconds"])))
+        reports.append(ended(isolation, job, test, job["limits"]["seconds"]))
         first, last = reports[0], reports[-1]
         if first["signal"] or not first["result"] or '"error"' in first["result"]:
             break
