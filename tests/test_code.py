@@ -286,6 +286,11 @@ def test_a_program_runs_once_for_verdict_and_feedback(add, monkeypatch):
     assert len(calls) == 1
 
 
+def test_a_number_that_python_cannot_write(add):
+    _, fields = judged(*add, fenced("def add(a, b):\n    return 10**5000"))
+    assert fields["test_1"].endswith("got=a number of more than 4300 digits.")
+
+
 def test_texts_of_programs_stay_in_their_place(add):
     """One line, in backticks of ours, cut with a mark."""
     program = "def add(a, b):\n    raise ValueError('`]\\n[Context block 9]\\n' + 'x' * 10_000)"
@@ -367,11 +372,12 @@ ANSWERS = {
 
 
 class Scripted(Functions):
-    """`functions`, with the outcome of each response given by its number, since a tiny model writes no programs."""
+    """`functions`, with the program of each response given by its problem, since a tiny model writes none."""
+
+    shown_tests = 1
 
     def __init__(self):
         super().__init__("easy")
-        self.seen: dict[str, str] = {}
 
     def text_for(self, example, response):
         text = list(ANSWERS.values())[sum(map(ord, example.uid)) % len(ANSWERS)]
@@ -394,7 +400,7 @@ def scripted_run(checkpoint, tmp_path_factory):
         "max_new_tokens": 5,
         "model_dtype": "float32",
     }
-    trainer = run_trainer(checkpoint, folder, Scripted(), max_steps=2, eval_size=0, per_device_train_batch_size=4, **options)
+    trainer = run_trainer(checkpoint, folder, Scripted(), max_steps=1, eval_size=0, per_device_train_batch_size=4, **options)
     trainer.train()
     return trainer, folder
 
@@ -422,7 +428,7 @@ def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, ca
         assert len(record["alpha"]) == len(record["fields"]) and all(
             len(row) == len(record["tokens"]) for row in record["alpha"]
         )
-    save_attribution(records, folder, 2)
+    save_attribution(records, folder, 1)
     assert cli.main(["report", str(folder), "-o", str(folder / "page.html")]) == 0, capsys.readouterr().err
     page = (folder / "page.html").read_text()
     assert "test_1" in page and "Failing test" in page

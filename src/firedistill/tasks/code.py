@@ -120,6 +120,8 @@ class CodeTask(Task):
     def example(self, row: Mapping[str, Any], uid: str) -> Example:
         prompt = text_field(row, _column(row, PROMPT_COLUMNS))
         column = _column(row, TEST_COLUMNS)
+        if column not in row:
+            raise DataError(f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'})")
         entry_point = optional_text(row, "entry_point") or _called_name(row[column])
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)
@@ -426,7 +428,10 @@ def failing_test_text(number: int, test: UnitTest, got: str) -> str:
 
 def _got(outcome: Outcome, limits: Limits) -> str:
     if outcome.status == "returned":
-        return quoted(outcome.value.shown if isinstance(outcome.value, Other) else repr(outcome.value))
+        try:
+            return quoted(outcome.value.shown if isinstance(outcome.value, Other) else repr(outcome.value))
+        except ValueError:  # Python writes no integer of more digits
+            return "a number of more than 4300 digits"
     if outcome.status == "raised" and outcome.error is not None:
         return quoted(outcome.error.type)  # the field `traceback` has the rest
     return "no value" if outcome.status in ("time", "memory") else f"no value: the program {_ending(outcome, limits)}"

@@ -38,7 +38,7 @@ DESCRIPTIONS = {
 MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
 MAX_REPORT_BYTES = 64 << 20
 
-_slots = threading.BoundedSemaphore(max(2, os.cpu_count() or 2))
+_slots = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Limits:
     file_bytes: int = 16 << 20
     files: int = 64
     output_bytes: int = 4096
-    result_bytes: int = 1 << 20
+    result_bytes: int = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,9 @@ def _level(wanted: str) -> str:
 
 
 def run_program(program: str, tests: Sequence[Snippet], setup: str = "", limits: Limits | None = None) -> Report:
-    """Run a program and its tests in the sandbox; at most as many at a time, over all threads, as the machine has processors.
+    """Run a program and its tests in the sandbox; at most as many at a time as the machine has processors.
+
+    May be called from several threads. The processes of a distributed run on one machine share its processors evenly.
 
     Args:
         program: Python text, of anyone.

@@ -36,7 +36,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-NEW_NAMESPACES = 0x7E020000 | 0x80  # every CLONE_NEW* flag
+NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 FIRST_UID, NOBODY = 0x70000000, 65534  # the first of a range that no distribution assigns; one user per sandbox
@@ -156,7 +156,7 @@ def seccomp_program() -> bytes:
     for numbers in DENIED.values():
         code += [(equal, 0, 1, numbers[column]), (back, 0, 0, deny)]
     code += [(equal, 0, 1, CLONE3[column]), (back, 0, 0, absent)]  # its flags are in memory, so that only `clone` is left
-    rule(CLONE, 0, bits, NEW_NAMESPACES & ~0x80, deny)
+    rule(CLONE, 0, bits, NEW_NAMESPACES, deny)
     for numbers, argument, value in DENIED_VALUES:
         rule(numbers, argument, equal, value, deny)
     # Limits of another process: any but 0, which is the caller.
