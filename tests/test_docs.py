@@ -294,6 +294,7 @@ def desk(modules, finished_run, monkeypatch):
         shutil.copytree(finished_run, place / "runs" / name)
     Path("runs/a/checkpoint-2").rename("runs/a/checkpoint-100")
     Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")
+    Path("problems.jsonl").write_text(blocks("docs/code-tasks.md", "jsonl")[0], encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
     for name in ("lab", "lab-rates"):

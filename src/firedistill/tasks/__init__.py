@@ -27,6 +27,8 @@ def load_task(name: str) -> Task:
         name: one of
             - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
             - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
+            - `functions` or `functions:<level>`: generated programming problems with tests that need no download;
+            - `code:<file>`, or `code` with `data_dir`: your own programming problems with tests;
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
             - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
 
@@ -45,6 +47,14 @@ def load_task(name: str) -> Task:
         from firedistill.tasks.arithmetic import Arithmetic
 
         return Arithmetic(rest) if rest else Arithmetic()
+    if prefix == "functions":
+        from firedistill.tasks.functions import Functions
+
+        return Functions(rest) if rest else Functions()
+    if prefix == "code":
+        from firedistill.tasks.code import CodeTask
+
+        return CodeTask(rest or None)
     if prefix == "gym" and rest:
         from firedistill.tasks.gym import GymTask
 
@@ -85,11 +95,12 @@ def _import(module_name: str) -> ModuleType:
 
 
 def _suggestion(name: str) -> str:
-    names = [*TASKS, "arithmetic"]
+    names = [*TASKS, "arithmetic", "functions", "code"]
     beginning = [known for known in names if name and known.startswith(name.lower())]
     close = beginning or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _known_names() -> str:
-    return f"Known tasks: {', '.join([*TASKS, 'arithmetic'])}, gym:<dataset>, and <module>:<class> for your own."
+    names = ", ".join([*TASKS, "arithmetic", "functions"])
+    return f"Known tasks: {names}, code:<file>, gym:<dataset>, and <module>:<class> for your own."

@@ -1,0 +1,471 @@
+"""Programs that are judged by unit tests: `--task code:problems.jsonl`, or `--task code --data_dir FOLDER`.
+
+The feedback about a wrong program has a field per failing test, and others for what went wrong before or besides, so that their
+number differs from answer to answer. Programs run in the sandbox of `sandbox.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from firedistill.tasks.feedback import CUT_MARK
+from firedistill.tasks.sandbox import Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
+from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, read_file, text_field
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, FeedbackField, Verdict
+
+CODE_INSTRUCTION = (
+    "Answer with one Python program in a fenced code block (```python ... ```). It is run and tested; nothing else is read."
+)
+MAX_SHOWN_CHARACTERS = 160
+MAX_REMARKS = 3
+
+# The names under which published datasets (HumanEval, MBPP) have what the columns below hold.
+PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
+    ("prompt", "text"),
+    ("tests", "test", "test_list"),
+    ("solution", "canonical_solution", "code"),
+)
+
+_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_COMPARISONS = {
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+}
+
+
+@dataclass(frozen=True)
+class UnitTest:
+    """One test of a program.
+
+    Attributes:
+        run: what the sandbox runs. Only where `outside` is false does it contain what is expected.
+        operator: how the value is compared with `expected`: "==", "!=", "is" or "is not".
+        expected: plain data.
+        json: `expected` comes from JSON, so that a tuple is accepted where it has a list.
+        outside: whether the value is compared outside of the sandbox; otherwise `run` is a whole assertion.
+    """
+
+    run: Snippet
+    operator: str = "=="
+    expected: Any = field(default=True, hash=False)
+    json: bool = False
+    outside: bool = True
+
+    def passes(self, outcome: Outcome) -> bool:
+        if outcome.status != "returned":
+            return False
+        equal = matches(outcome.value, self.expected, lists_for_tuples=self.json)
+        return equal if self.operator in ("==", "is") else not equal and not isinstance(outcome.value, Other)
+
+    @property
+    def wanted(self) -> str:
+        """What is expected, for people and models."""
+        if not self.outside:
+            return "no error"
+        return quoted(repr(self.expected)) if self.operator in ("==", "is") else f"anything but {quoted(repr(self.expected))}"
+
+
+class CodeTask(Task):
+    """Programs in Python that unit tests judge.
+
+    A row: {"prompt": "Write a function `add` that ...", "entry_point": "add", "tests": [{"call": [1, 2], "expect": 3}, ...],
+    "solution": "def add(a, b): ..."}. `call` holds the arguments, as a list or, by name, as a mapping. A test may also be text with
+    assertions (`"assert add(1, 2) == 3"`), and `tests` one such text, also with a function `check(candidate)` as in HumanEval. The
+    columns of HumanEval and MBPP are read under their own names. `solution` is optional.
+
+    An assertion that compares with a literal is taken apart: the program's process evaluates the call, and the comparison is made
+    outside of it. Any other assertion runs next to the program, which could manipulate it.
+
+    Args:
+        source: a `.jsonl`, `.jsonl.gz` or `.parquet` file with all problems, of which a fixed seed holds out 20 %; None reads
+            `train` and `test` from `data_dir`.
+
+    Class attributes:
+        shown_tests: failing tests that get a feedback field; the others are counted in the field `verdict`.
+        limits: what a program may use.
+    """
+
+    name = "code"
+    type_name = "code"
+    answer_type = "program"
+    checker_mode = "unit-tests"
+    format_instruction = CODE_INSTRUCTION
+    shown_tests: int = 3
+    limits: Limits = Limits()
+
+    def __init__(self, source: str | None = None) -> None:
+        sandbox_level()  # refuses here rather than at the first response
+        self.source = None if source is None else Path(source).expanduser().absolute()
+        if self.source is not None:
+            if not self.source.is_file() or not self.source.name.endswith(SUFFIXES):
+                raise ValueError(f"code:{source}: expected an existing file that ends with {', '.join(SUFFIXES)}")
+            self.name = f"code:{self.source.name.partition('.')[0]}"
+            self.train_split = self.eval_split = "all"
+
+    def load_rows(self, published_split: str, data_dir: str | None = None) -> Rows:
+        return super().load_rows(published_split, data_dir) if self.source is None else read_file(self.source)
+
+    def division_key(self, row: Mapping[str, Any]) -> str:
+        return text_field(row, _column(row, PROMPT_COLUMNS))
+
+    def example(self, row: Mapping[str, Any], uid: str) -> Example:
+        prompt = text_field(row, _column(row, PROMPT_COLUMNS))
+        column = _column(row, TEST_COLUMNS)
+        if column not in row:
+            raise DataError(f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'})")
+        entry_point = optional_text(row, "entry_point") or _called_name(row[column])
+        tests, setup = read_tests(row[column], entry_point, column)
+        begun = _begun_program(prompt, entry_point)
+        setup = "\n".join(filter(None, [optional_text(row, "test_setup_code"), begun, setup]))
+        solution = next((text for name in SOLUTION_COLUMNS if (text := row.get(name)) and isinstance(text, str)), None)
+        if solution is not None and begun is not None and not defines(solution, entry_point):
+            solution = f"{prompt}\n{solution}"
+        question = prompt if re.search(rf"\b{re.escape(entry_point)}\b", prompt) else f"{prompt}\n\nName it `{entry_point}`."
+        return code_example(uid, question, entry_point, tests, setup, solution, completes=begun is not None)
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        """Correct if all tests pass.
+
+        Raises:
+            SandboxError: the sandbox failed, so that there is no verdict.
+        """
+        expected = f"{len(example.metadata['tests'])} of {example.answer}"
+        program, well_formed = extract_program(example, response)
+        if program is None:
+            return Verdict(False, None, expected)
+        report, results = self.run(example, program)
+        passed = sum(result.passes for result in results)
+        correct = passed == len(results)
+        submitted = f"{passed} of {example.answer}" if report.load.status == "returned" else "a program that fails to load"
+        return Verdict(correct, submitted, expected, well_formed, lenient_correct=correct)
+
+    def run(self, example: Example, program: str) -> tuple[Report, tuple[Result, ...]]:
+        """What the program does, and how its tests went. The last 1024 programs are not run again.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        return _run(program, example.metadata["tests"], example.metadata["setup"], self.limits)
+
+    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+        """`verdict`, then what applies of `syntax`, `imports`, `entry_point`, `test_1` ..., `traceback`, `limits`, and `style`.
+
+        Raises:
+            SandboxError: the sandbox failed.
+        """
+        program, well_formed = extract_program(example, response)
+        entry_point = example.metadata["entry_point"]
+        if program is None:
+            text = f"Verdict: incorrect; the answer has no program. Write one in a fenced code block; it must define `{entry_point}`."
+            return (FeedbackField("verdict", text),)
+        report, results = self.run(example, program)
+        ran = [result for result in results if result.outcome.status != "not run"]
+        failing = [result for result in ran if not result.passes]
+        outcomes = [result.outcome for result in failing]
+        fields = [("verdict", _verdict_text(len(results), len(ran), len(failing), well_formed))]
+        lines = program.split("\n")
+        if report.load.status != "returned":
+            fields.append(_load_field(report.load, lines, self.limits))
+        elif failing and all(_undefined(outcome, entry_point) for outcome in outcomes):
+            defined = ", ".join(map(quoted, report.defined)) or "no function"
+            fields.append(("entry_point", f"Missing function: the tests call `{entry_point}`; the program defines {defined}."))
+        else:
+            fields += [(f"test_{rank}", _test_text(result)) for rank, result in enumerate(failing[: self.shown_tests], start=1)]
+            if raised := next((o for o in outcomes if o.error is not None and o.error.line is not None), None):
+                fields.append(("traceback", _traceback_text(raised, lines)))
+            if over := next((o for o in outcomes if o.status in ("time", "memory")), None):
+                fields.append(("limits", f"Limits: the program {_ending(over, self.limits)}."))
+        if report.remarks:
+            fields.append(("style", f"Style: {'; '.join(report.remarks[:MAX_REMARKS])}."))
+        return tuple(FeedbackField(name, text) for name, text in fields)
+
+
+def code_example(
+    uid: str,
+    question: str,
+    entry_point: str,
+    tests: Sequence[UnitTest],
+    setup: str = "",
+    solution: str | None = None,
+    completes: bool = False,
+) -> Example:
+    """A problem of a `CodeTask`.
+
+    Args:
+        setup: Python text that runs before the program, such as imports that the tests need.
+        solution: a program that passes the tests.
+        completes: the question itself is the beginning of the program, which a response may continue.
+    """
+    return Example(
+        uid=uid,
+        question=question,
+        answer=f"{len(tests)} test{'s' * (len(tests) != 1)}",
+        solution=None if solution is None else f"```python\n{solution.strip()}\n```",
+        metadata={"entry_point": entry_point, "tests": tuple(tests), "setup": setup, "completes": completes},
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test of a program went.
+
+    Attributes:
+        number: of the test, from 1.
+        outcome: without its value.
+        got: what the program gave instead of what is expected, for people and models.
+    """
+
+    number: int
+    test: UnitTest
+    passes: bool
+    outcome: Outcome
+    got: str
+
+
+@functools.lru_cache(maxsize=1024)
+def _run(program: str, tests: tuple[UnitTest, ...], setup: str, limits: Limits) -> tuple[Report, tuple[Result, ...]]:
+    report = run_program(program, [test.run for test in tests], setup, limits)
+    results = tuple(
+        Result(number, test, test.passes(outcome), replace(outcome, value=None), _got(outcome, limits))
+        for number, (test, outcome) in enumerate(zip(tests, report.outcomes, strict=True), start=1)
+    )
+    return replace(report, outcomes=()), results  # values can be large
+
+
+# ---- Reading answers --------------------------------------------------------------------------------------------------------
+
+
+def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
+    """The program of a response, None if there is none, and whether it is well-formed.
+
+    It is the last fenced block that defines the entry point, else the last block, else the whole text if it has a definition. Where
+    the question is the beginning of the program, text without a definition continues it. Well-formed is a closed block that defines the
+    entry point.
+    """
+    entry_point = example.metadata["entry_point"]
+    blocks = [(match[1], bool(match[2])) for match in _FENCE.finditer(response)]
+    defining = [block for block in blocks if defines(block[0], entry_point)]
+    if defining:
+        return defining[-1]
+    text = blocks[-1][0] if blocks else response
+    if example.metadata["completes"] and text.strip() and not defines(text, entry_point):
+        return f"{example.question}\n{text}", False
+    return (text, False) if blocks or re.search(r"^[ \t]*(def|class|import|from)\b", text, re.MULTILINE) else (None, False)
+
+
+def defines(program: str, entry_point: str) -> bool:
+    """Whether a text seems to define a name at its top level; it is not parsed."""
+    name = re.escape(re.split(r"\W", entry_point)[0])
+    return re.search(rf"^(?:async[ \t]+def|def|class)[ \t]+{name}\b|^{name}[ \t]*=", program, re.MULTILINE) is not None
+
+
+# ---- Reading tests ----------------------------------------------------------------------------------------------------------
+
+
+def read_tests(value: Any, entry_point: str, column: str = "tests") -> tuple[list[UnitTest], str]:
+    """Tests of a row, and what stands beside them: imports and helpers, which run before the program.
+
+    Raises:
+        DataError: a test is not of the form that `CodeTask` describes, or there is none.
+    """
+    tests: list[UnitTest] = []
+    setup: list[str] = []
+    for number, item in enumerate(value if isinstance(value, list | tuple) else [value], start=1):
+        where = f"field {column!r}, test {number}"
+        if isinstance(item, Mapping):
+            tests.append(_call_test(item, entry_point, where))
+        elif isinstance(item, str):
+            found, beside = _text_tests(item, entry_point, where)
+            tests += found
+            setup += beside
+        else:
+            raise DataError(
+                f'{where}: expected {{"call": [...], "expect": ...}} or a text with assertions, found {_kind(item)}'
+            )
+    if not tests:
+        raise DataError(f"field {column!r} holds no test; add one or remove the row")
+    return tests, "\n".join(setup)
+
+
+def call_test(entry_point: str, arguments: Sequence[Any], expected: Any, *, json: bool = False) -> UnitTest:
+    """The test that a call with these arguments, all of them plain data, returns what is expected."""
+    return UnitTest(Snippet("eval", f"{entry_point}({', '.join(map(repr, arguments))})"), expected=expected, json=json)
+
+
+def _call_test(item: Mapping[str, Any], entry_point: str, where: str) -> UnitTest:
+    if set(item) != {"call", "expect"}:
+        raise DataError(f"{where}: expected the keys call and expect, found {', '.join(map(str, item)) or 'none'}")
+    given = item["call"]
+    if not isinstance(given, list | tuple | Mapping):
+        raise DataError(f"{where}: call is {_kind(given)}; write the arguments as a list, or as a mapping by name")
+    named = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, Mapping) else None
+    text = f"{entry_point}({', '.join(named if named is not None else map(repr, given))})"
+    try:
+        ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"{where}: {text[:80]} is not a call: {error}") from error
+    return UnitTest(Snippet("eval", text), expected=item["expect"], json=True)
+
+
+def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest], list[str]]:
+    """The assertions in a text, those of `check(candidate)` included, and the statements beside them."""
+    try:
+        statements = ast.parse(text).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{where}: not Python ({error}); correct it or remove the row") from error
+    tests, beside = [], []
+    for statement in statements:
+        if isinstance(statement, ast.Assert):
+            tests.append(_assertion(statement))
+        elif isinstance(statement, ast.FunctionDef) and statement.name == "check" and len(statement.args.args) == 1:
+            body = [_Renamed({statement.args.args[0].arg: entry_point}).visit(part) for part in statement.body]
+            if all(isinstance(part, ast.Assert) for part in body):
+                tests += [_assertion(part) for part in body]
+            else:
+                beside.append(ast.unparse(statement))
+                tests.append(UnitTest(Snippet("exec", f"{statement.name}({entry_point})"), outside=False))
+        elif not _calls_check(statement):
+            beside.append(ast.unparse(statement))
+    return tests, beside
+
+
+def _assertion(statement: ast.Assert) -> UnitTest:
+    test = statement.test
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in _COMPARISONS:
+        try:
+            expected = ast.literal_eval(test.comparators[0])
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            pass
+        else:
+            return UnitTest(Snippet("eval", ast.unparse(test.left)), _COMPARISONS[type(test.ops[0])], expected)
+    return UnitTest(Snippet("exec", ast.unparse(statement)), outside=False)
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, names: Mapping[str, str]):
+        self.names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in self.names:
+            return node
+        return ast.copy_location(ast.parse(self.names[node.id], mode="eval").body, node)
+
+
+def _calls_check(statement: ast.stmt) -> bool:
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
+
+
+def _called_name(tests: Any) -> str:
+    """The function that the first assertion calls: MBPP has no column for it.
+
+    Raises:
+        DataError: there is none.
+    """
+    first = tests[0] if isinstance(tests, list | tuple) and tests else tests
+    if isinstance(first, str) and (found := re.search(r"\bassert\b[\s(]*(?:not\s+)?([A-Za-z_]\w*)\s*\(", first)):
+        return found[1]
+    raise DataError("field 'entry_point' is missing: name the function that the tests call")
+
+
+def _begun_program(prompt: str, entry_point: str) -> str | None:
+    """Of a prompt that is itself the beginning of the program, as in HumanEval, all but the entry point; None for other prompts."""
+    if not defines(prompt, entry_point):
+        return None
+    try:
+        tree = ast.parse(prompt)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return "\n".join(ast.unparse(part) for part in tree.body if getattr(part, "name", None) != entry_point)
+
+
+def _column(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    return next((name for name in names if row.get(name) is not None), names[0])
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {repr(value)[:60]}"
+
+
+# ---- Texts of the fields ----------------------------------------------------------------------------------------------------
+
+
+def quoted(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Text of a program on one line, in backticks, cut visibly."""
+    line = " ".join(text.split()).replace("`", "'")
+    return f"`{line if len(line) <= limit else line[: limit - len(CUT_MARK)] + CUT_MARK}`"
+
+
+def _verdict_text(tests: int, ran: int, failing: int, well_formed: bool) -> str:
+    format_note = "" if well_formed else "; the program is not in one closed code block that defines the function"
+    if not failing and ran == tests:
+        return f"Verdict: correct; all {tests} tests pass{format_note}."
+    rest = f", {tests - ran} did not run" if 0 < ran < tests else ""
+    return f"Verdict: incorrect; {ran - failing} of {tests} tests pass{rest}{format_note}."
+
+
+def _test_text(result: Result) -> str:
+    text = failing_test_text(result.number, result.test, result.got)
+    if result.got == "`None`" and result.outcome.output.strip():
+        return f"{text[:-1]}; printed={quoted(result.outcome.output, 60)}, but a value must be returned."
+    return text
+
+
+def failing_test_text(number: int, test: UnitTest, got: str) -> str:
+    """The feedback about one failing test."""
+    call = test.run.text if test.outside else test.run.text.removeprefix("assert ")
+    return f"Failing test {number}: call={quoted(call)}; expected={test.wanted}; got={got}."
+
+
+def _got(outcome: Outcome, limits: Limits) -> str:
+    if outcome.status == "returned":
+        try:
+            return quoted(outcome.value.shown if isinstance(outcome.value, Other) else repr(outcome.value))
+        except ValueError:  # Python writes no integer of more digits
+            return "a number of more than 4300 digits"
+    if outcome.status == "raised" and outcome.error is not None:
+        return quoted(outcome.error.type)  # the field `traceback` has the rest
+    return "no value" if outcome.status in ("time", "memory") else f"no value: the program {_ending(outcome, limits)}"
+
+
+def _ending(outcome: Outcome, limits: Limits) -> str:
+    return {
+        "time": f"runs for more than {limits.cpu_seconds} s",
+        "memory": f"needs more than {limits.memory_bytes >> 20} MB of memory",
+        "died": "ends its process" + (f" (signal {outcome.signal})" if outcome.signal else ""),
+        "large": f"returns more than {limits.result_bytes >> 10} KB",
+    }.get(outcome.status, "returns something that cannot be read")
+
+
+def _traceback_text(outcome: Outcome, lines: Sequence[str]) -> str:
+    assert outcome.error is not None  # its status is "raised"
+    error, line = outcome.error, outcome.error.line
+    place = f" in line {line}, {quoted(lines[line - 1])}" if line is not None and line <= len(lines) else ""
+    return f"Traceback: {quoted(f'{error.type}: {error.text}'.removesuffix(': '))}{place}."
+
+
+def _load_field(load: Outcome, lines: Sequence[str], limits: Limits) -> tuple[str, str]:
+    """The field about a program that cannot be loaded, so that no test runs."""
+    if load.status != "raised" or load.error is None:
+        return "limits", f"Limits: before any test, the program {_ending(load, limits)}."
+    text = _traceback_text(load, lines).removeprefix("Traceback: ")
+    if load.error.type == "SyntaxError":
+        return "syntax", f"Syntax error: {text}"
+    if load.error.type in ("ImportError", "ModuleNotFoundError"):
+        return "imports", f"Import error: {text} Only the standard library can be imported."
+    return "traceback", f"Traceback, before any test: {text}"
+
+
+def _undefined(outcome: Outcome, entry_point: str) -> bool:
+    name = re.split(r"\W", entry_point)[0]
+    error = outcome.error
+    return error is not None and error.type == "NameError" and error.line is None and f"'{name}'" in error.text

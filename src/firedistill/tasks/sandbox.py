@@ -1,0 +1,360 @@
+"""Runs programs that models wrote. They are taken for hostile.
+
+`run_program` starts `sandbox_stage.py` in an interpreter of its own, which isolates itself from the machine, runs the tests there in
+one process each, and reports what each returned or raised, as plain data. Expected values stay here: `matches` compares outside of the
+reach of the program. docs/code-tasks.md lists what is contained at which level.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+STAGE = Path(__file__).with_name("sandbox_stage.py")
+LEVELS = ("namespaces", "filter", "limits")
+LEVEL_VARIABLE = "FIREDISTILL_SANDBOX"
+DESCRIPTIONS = {
+    "namespaces": "own namespaces (no network, no other processes, a file system with the standard library only), "
+    "system-call filter, limits",
+    "filter": "system-call filter and Landlock (no network, no files but the standard library and a scratch folder), limits; "
+    "no namespaces",
+    "limits": "limits of time, memory and processes only: programs can read your files and use the network",
+}
+MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
+MAX_REPORT_BYTES = 64 << 20
+
+_slots = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may use.
+
+    Attributes:
+        cpu_seconds: whole seconds of processor time of each process.
+        seconds: wall-clock time of one test.
+        total_seconds: wall-clock time after which no further test of a program starts.
+        memory_bytes: address space of each process.
+        processes: processes and threads.
+        file_bytes: the size of a file; at the level "namespaces" of all files together.
+        files: open files.
+        output_bytes: how much of stdout and stderr is kept.
+        result_bytes: the largest result of a test, as JSON.
+    """
+
+    cpu_seconds: int = 2
+    seconds: float = 3.0
+    total_seconds: float = 4.5
+    memory_bytes: int = 512 << 20
+    processes: int = 16
+    file_bytes: int = 16 << 20
+    files: int = 64
+    output_bytes: int = 4096
+    result_bytes: int = 1 << 18
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Python text that runs after a program and sees its names.
+
+    Attributes:
+        kind: "eval" returns the value of an expression, "exec" True if the statements raise nothing.
+        text: the expression or the statements.
+    """
+
+    kind: Literal["eval", "exec"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception. All texts are the program's own.
+
+    Attributes:
+        type: the name of its class.
+        text: its message.
+        line: the last line of the program that it passed, from 1; None if unknown.
+    """
+
+    type: str
+    text: str = ""
+    line: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one test ended.
+
+    Attributes:
+        status: "returned", "raised", "time" (over a time limit), "memory", "died" (the process ended without a result), "large" (the
+            result is over `Limits.result_bytes`), "unreadable" (it is not of the expected form), or "not run".
+        value: what it returned, built of None, truth values, numbers, texts, bytes, lists, tuples, sets and dicts; `Other` in place of
+            an object of any other type.
+        error: what it raised.
+        signal: the signal that ended the process.
+        output: the beginning of what it printed.
+    """
+
+    status: Literal["returned", "raised", "time", "memory", "died", "large", "unreadable", "not run"]
+    value: Any = None
+    error: Raised | None = None
+    signal: int | None = None
+    output: str = ""
+
+
+@dataclass(frozen=True)
+class Other:
+    """An object that is not plain data; it equals nothing that a test expects."""
+
+    shown: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a program did.
+
+    Attributes:
+        load: the run of the program alone; its tests run only if it returned.
+        outcomes: one per test.
+        defined: names of the functions and classes of the program.
+        remarks: about its style, with line numbers.
+    """
+
+    load: Outcome
+    outcomes: tuple[Outcome, ...]
+    defined: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed, so that nothing is known about the program."""
+
+
+# ---- Isolation of this machine ----------------------------------------------------------------------------------------------
+
+
+def sandbox_level() -> str:
+    """The strongest level of isolation that works here, tried once; a log line names it.
+
+    The environment variable FIREDISTILL_SANDBOX names another one.
+
+    Raises:
+        ValueError: only "limits" works and the variable does not ask for it, or it asks for a level that does not work.
+    """
+    return _level(os.environ.get(LEVEL_VARIABLE, ""))
+
+
+@functools.lru_cache(maxsize=8)
+def _level(wanted: str) -> str:
+    if wanted and wanted not in LEVELS:
+        raise ValueError(f"{LEVEL_VARIABLE} is {wanted!r}; expected one of {', '.join(LEVELS)}")
+    if os.name != "posix":
+        raise ValueError("programs run on Linux, or on other Unix systems at the level limits; this system has no fork")
+    reasons = []
+    for level in (wanted,) if wanted else LEVELS[:2]:
+        try:
+            load = _run("import decimal", "", (), Limits(), level).load
+        except SandboxError as error:
+            reasons.append(f"{level}: {error}")
+            continue
+        if load.status != "returned":
+            where = f"the standard library in {os.path.dirname(os.__file__)} cannot be read by another user"
+            reasons.append(f"{level}: {where if load.status == 'raised' else f'a first program failed ({load.status})'}")
+            continue
+        logger.warning("sandbox for programs: %s, %s", level, DESCRIPTIONS[level])
+        return level
+    advice = "" if wanted else f". {LEVEL_VARIABLE}=limits runs programs with {DESCRIPTIONS['limits']}"
+    raise ValueError(f"programs of models cannot be isolated on this machine ({'; '.join(reasons)}){advice}")
+
+
+# ---- Running ----------------------------------------------------------------------------------------------------------------
+
+
+def run_program(program: str, tests: Sequence[Snippet], setup: str = "", limits: Limits | None = None) -> Report:
+    """Run a program and its tests in the sandbox; at most as many at a time as the machine has processors.
+
+    May be called from several threads. The processes of a distributed run on one machine share its processors evenly.
+
+    Args:
+        program: Python text, of anyone.
+        tests: each runs in a process of its own, in which the program runs first. They cannot influence each other.
+        setup: runs before the program, in the same module.
+
+    Raises:
+        SandboxError: the sandbox failed, or the tests are too many for the total time.
+        ValueError: this machine cannot isolate programs (`sandbox_level`).
+    """
+    level = sandbox_level()
+    with _slots:
+        return _run(program, setup, tests, limits or Limits(), level)
+
+
+def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, level: str) -> Report:
+    with tempfile.TemporaryDirectory(prefix="firedistill-sandbox-", ignore_cleanup_errors=True) as scratch:
+        job = {
+            "level": level,
+            "limits": asdict(limits),
+            "scratch": scratch,
+            "setup": setup,
+            "program": program.encode("utf-8", "replace").decode("utf-8"),
+            "tests": [asdict(test) for test in tests],
+        }
+        answer = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
+    load = _outcome(answer[0])
+    details = _details(answer[0]["result"])
+    ran = [_outcome(report) for report in answer[1:]]
+    if load.status == "returned" and len(ran) < len(tests) and (not ran or ran[-1].status != "time"):
+        raise SandboxError(
+            f"only {len(ran)} of {len(tests)} tests could start within {limits.total_seconds:g} s; none of them hangs"
+        )
+    ran += [Outcome("not run")] * (len(tests) - len(ran))
+    return Report(load, tuple(ran), details.get("defined", ()), details.get("remarks", ()))
+
+
+def _ask(job: bytes, scratch: str, seconds: float) -> list[dict[str, Any]]:
+    """The stage's answer to a job.
+
+    Raises:
+        SandboxError: it gives none in time.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-s", "-S", "-P", "-B", str(STAGE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={"LC_ALL": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0"},  # sets have the same order in every run
+        cwd=scratch,
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(job, timeout=seconds)
+    except subprocess.TimeoutExpired as error:
+        raise SandboxError(f"it took longer than {seconds:g} s") from error
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    try:
+        answer = json.loads(output)
+    except ValueError as error:
+        reason = errors.decode("utf-8", "replace").strip().split("\n")[-1][:500]
+        raise SandboxError(reason or f"exit status {process.returncode}, no report") from error
+    if phase_failed := _sandbox_failure(answer[0]["result"]):
+        raise SandboxError(phase_failed)
+    return answer
+
+
+def _sandbox_failure(result: str) -> str:
+    """Why the process of the program could not isolate itself, if so; the program has not run then."""
+    error = _parsed(result).get("error")
+    return f"{error.get('text')}" if isinstance(error, dict) and error.get("phase") == "sandbox" else ""
+
+
+# ---- Reading what comes back: everything here may be forged -----------------------------------------------------------------
+
+
+def _parsed(result: str) -> dict[str, Any]:
+    try:
+        value = json.loads(result)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _details(result: str) -> dict[str, tuple[str, ...]]:
+    found = {}
+    for name, items in _parsed(result).items():
+        if isinstance(items, list):
+            found[name] = tuple(item[:200] for item in items[:20] if isinstance(item, str))
+    return found
+
+
+def _outcome(report: dict[str, Any]) -> Outcome:
+    output, ended_by = report["output"], report["signal"]
+    if report["late"] or ended_by == getattr(signal, "SIGXCPU", None):
+        return Outcome("time", output=output)
+    if ended_by is not None:
+        return Outcome("died", signal=ended_by, output=output)
+    if report["lost"]:
+        return Outcome("large", output=output)
+    if not report["result"]:
+        return Outcome("died", output=output)
+    parsed = _parsed(report["result"])
+    error = parsed.get("error")
+    if isinstance(error, dict):
+        kind, text, line = error.get("type"), error.get("text"), error.get("line")
+        if kind == "MemoryError":
+            return Outcome("memory", output=output)
+        number = line if isinstance(line, int) and not isinstance(line, bool) and line > 0 else None
+        return Outcome("raised", error=Raised(str(kind)[:100], str(text)[:500], number), output=output)
+    try:
+        return Outcome("returned", decode(parsed["value"]), output=output)
+    except (KeyError, TypeError, ValueError, RecursionError, OverflowError, AttributeError):
+        return Outcome("unreadable", output=output)
+
+
+def decode(value: Any) -> Any:
+    """The value that `encode` of sandbox_stage.py wrote as JSON.
+
+    Raises:
+        KeyError, TypeError, ValueError, ...: it did not write this.
+    """
+    if isinstance(value, list):
+        return [decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, content = value["t"], value["v"]
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](decode(item) for item in content)
+    if kind == "dict":
+        return {decode(key): decode(item) for key, item in content}
+    if kind == "int":
+        return int(content, 16)
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "other":
+        return Other(str(content)[:600])
+    raise ValueError(kind)
+
+
+def matches(value: Any, expected: Any, *, lists_for_tuples: bool = False) -> bool:
+    """Whether a test returned what it should: equality, and for two numbers of which one is a float a tolerance of 1e-9.
+
+    Args:
+        value, expected: plain data.
+        lists_for_tuples: accept a tuple where a list is expected, since JSON has no tuples.
+    """
+    if isinstance(value, float | int) and isinstance(expected, float | int):
+        if isinstance(value, float) or isinstance(expected, float):
+            with suppress(OverflowError):  # an integer beyond the range of floats
+                return math.isclose(value, expected, rel_tol=1e-9, abs_tol=1e-9) or (value != value and expected != expected)
+        return value == expected
+    if isinstance(expected, list | tuple):
+        kinds = (list, tuple) if lists_for_tuples and isinstance(expected, list) else type(expected)
+        if not isinstance(value, kinds) or len(value) != len(expected):
+            return False
+        return all(matches(a, b, lists_for_tuples=lists_for_tuples) for a, b in zip(value, expected, strict=True))
+    if isinstance(expected, dict):
+        if not isinstance(value, dict) or value.keys() != expected.keys():
+            return False
+        return all(matches(value[key], item, lists_for_tuples=lists_for_tuples) for key, item in expected.items())
+    return type(value) is not Other and bool(value == expected)

@@ -1,0 +1,5 @@
+"""Raises what ends an interpreter."""
+
+import sys
+
+sys.exit(0)

@@ -1,0 +1,410 @@
+"""The sandbox against the programs in tests/hostile, at every level of isolation and for every user that can be had here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from firedistill.tasks import sandbox
+from firedistill.tasks.sandbox import Limits, Other, SandboxError, Snippet, matches, run_program
+from hostile_run import report_of
+
+HOSTILE = Path(__file__).parent / "hostile"
+SECRET = "correct-horse-battery-staple"
+QUICK = {"cpu_seconds": 1, "seconds": 1.5, "total_seconds": 3.0}
+SYSTEM_PYTHON = "/usr/bin/python3"
+# What each program may lead to: statuses of the load, of the test, and what the test may return.
+EXPECTED = {
+    "closes_files": ({"returned"}, {"returned", "died"}, {"1"}),
+    "daemon": ({"returned"}, {"returned"}, {"0"}),
+    "endless_output": ({"time"}, {"not run"}, set()),
+    "equals_everything": ({"returned"}, {"returned"}, {"1"}),
+    "executes": ({"returned"}, {"returned"}, {"[]"}),
+    "exit_zero": ({"returned"}, {"died"}, set()),
+    "exits": ({"raised"}, {"not run"}, set()),
+    "fakes_results": ({"returned"}, {"returned"}, {"True"}),
+    "fork_bomb": ({"time"}, {"not run"}, set()),
+    "hostile_error": ({"returned"}, {"time"}, set()),
+    "huge_files": ({"returned"}, {"returned", "raised", "died"}, None),
+    "huge_value": ({"returned"}, {"large", "died", "memory", "time"}, set()),
+    "ignores_signals": ({"returned"}, {"time"}, set()),
+    "kill_parent": ({"returned"}, {"returned"}, None),
+    "long_error": ({"returned"}, {"raised", "memory"}, set()),
+    "memory_hog": ({"time", "memory", "died"}, {"not run"}, set()),
+    "namespaces_again": ({"returned"}, {"returned"}, {"[]"}),
+    "nested_source": ({"raised", "memory", "died"}, {"not run"}, set()),
+    "nested_value": ({"returned"}, {"raised", "died"}, set()),
+    "patches_harness": ({"raised", "died", "unreadable"}, {"not run"}, set()),
+    "pickled_result": ({"returned"}, {"unreadable"}, set()),
+    "raises_limits": ({"returned"}, {"returned"}, {"[]", "['CORE']"}),
+    "read_secrets": ({"returned"}, {"returned"}, None),
+    "shared_memory": ({"returned"}, {"returned"}, {"0"}),
+    "signal_by_file": ({"returned"}, {"returned"}, {"[]"}),
+    "sleeps": ({"returned"}, {"time"}, set()),
+    "sockets": ({"returned"}, {"returned"}, {"[]"}),
+    "surrogates": ({"returned"}, {"returned"}, {repr("\ud800")}),
+    "threads": ({"time", "memory", "died"}, {"not run"}, set()),
+    "traces_parent": ({"returned"}, {"returned"}, {"[]"}),
+    "write_outside": ({"returned"}, {"returned"}, {"[]"}),
+}
+
+
+@pytest.fixture(scope="module")
+def place():
+    """A folder with copies of the sandbox that everyone can read, and one with secrets that only its owner can."""
+    folder = Path(tempfile.mkdtemp(prefix="hostile-"))
+    folder.chmod(0o755)
+    for path in (sandbox.STAGE, Path(sandbox.__file__)):
+        shutil.copy(path, folder)
+    shutil.copy(Path(__file__).with_name("hostile_run.py"), folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def other_user(level: str) -> str:
+    """Why programs cannot be run as another user here, if so."""
+    if os.geteuid() != 0:
+        return "needs root to become another user"
+    return "" if os.path.exists(SYSTEM_PYTHON) else f"needs {SYSTEM_PYTHON}"
+
+
+def run(place: Path, who: str, job: dict) -> dict:
+    """Run a job as this user, or as the user nobody with the system's Python."""
+    job = {"setup": "", "tests": ["solve(1)"], "limits": QUICK, **job}
+    if who == "self":
+        try:
+            return report_of(sandbox, job)
+        except SandboxError as error:
+            return {"failed": str(error)}
+    done = subprocess.run(
+        [SYSTEM_PYTHON, "-B", str(place / "hostile_run.py"), str(place)],
+        input=json.dumps(job).encode(),
+        capture_output=True,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+        env={"SECRET_TOKEN": SECRET, "PATH": "/usr/bin"},
+        cwd="/",
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module", params=["self-namespaces", "self-filter", "nobody-namespaces", "nobody-filter"])
+def cell(request, place):
+    """A user and a level that work here, and a folder of that user with a secret."""
+    who, level = request.param.split("-")
+    if who == "nobody" and (reason := other_user(level)):
+        pytest.skip(reason)
+    first = run(place, who, {"level": level, "program": "import decimal", "tests": ["1"]})
+    if "failed" in first or first["load"] != "returned":
+        pytest.skip(f"{level} does not work here for {who}: {first.get('failed') or first['error']}")
+    secrets = place / f"secrets-{request.param}"
+    secrets.mkdir()
+    (secrets / "secret").write_text(SECRET)
+    if who == "nobody":
+        for path in (secrets, secrets / "secret"):
+            os.chown(path, 65534, 65534)
+    (secrets / "secret").chmod(0o600)
+    secrets.chmod(0o700)
+    return who, level, secrets
+
+
+def stages() -> set[int]:
+    """PIDs of the sandbox's processes; all of them have the stage in their command line."""
+    found = set()
+    for entry in Path("/proc").iterdir() if sys.platform == "linux" else []:
+        try:
+            if entry.name.isdigit() and b"sandbox_stage.py" in (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+class Listener:
+    """Sockets that nothing should reach."""
+
+    def __init__(self, folder: Path):
+        self.tcp, self.udp = socket.socket(), socket.socket(type=socket.SOCK_DGRAM)
+        self.unix, self.abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+        self.tcp.bind(("127.0.0.1", 0))
+        self.udp.bind(("127.0.0.1", 0))
+        self.unix.bind(f"{folder}/socket")
+        self.abstract.bind(f"\0hostile-{os.getpid()}")
+        for stream in (self.tcp, self.unix, self.abstract):
+            stream.listen()
+        for each in self.all:
+            each.setblocking(False)
+
+    @property
+    def all(self):
+        return (self.tcp, self.udp, self.unix, self.abstract)
+
+    def reached(self) -> list[str]:
+        found = []
+        for each in self.all:
+            with suppress(BlockingIOError):
+                each.recv(10) if each is self.udp else each.accept()[0].close()
+                found.append(str(each))
+        return found
+
+
+@pytest.fixture
+def listener(cell):
+    listener = Listener(cell[2])
+    yield listener
+    for each in listener.all:
+        each.close()
+    (cell[2] / "socket").unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the sandbox isolates programs on Linux only")
+@pytest.mark.parametrize("name", sorted(path.stem for path in HOSTILE.glob("*.py")))
+def test_hostile_programs_are_contained(cell, place, listener, name, monkeypatch):
+    who, level, secrets = cell
+    monkeypatch.setenv("SECRET_TOKEN", SECRET)
+    before, files = stages(), set(Path(tempfile.gettempdir()).glob("firedistill-sandbox-*"))
+    program = (HOSTILE / f"{name}.py").read_text()
+    if name == "nested_source":
+        program = program.replace("0  # NESTED", "(" * 50_000 + ")" * 50_000 + "\n" + "-" * 200_000 + "1")
+    setup = {"PARENT": os.getpid(), "SECRET_FOLDER": str(secrets), "TCP_PORT": listener.tcp.getsockname()[1]}
+    setup["UDP_PORT"] = listener.udp.getsockname()[1]
+    started = time.monotonic()
+    report = run(place, who, {"level": level, "program": program, "setup": "\n".join(f"{k} = {v!r}" for k, v in setup.items())})
+    assert time.monotonic() - started < 20
+    assert "failed" not in report
+    loads, tests, values = EXPECTED[name]
+    assert report["load"] in loads and report["tests"][0] in tests, report
+    if report["tests"][0] == "returned":
+        assert values is None or report["value"] in values
+    assert not report["passes"]  # a test that expects 42
+    assert SECRET not in json.dumps(report)
+    assert listener.reached() == []
+    assert (secrets / "secret").read_text() == SECRET and not (secrets / "hostile-was-here").exists()
+    assert stages() <= before
+    assert set(Path(tempfile.gettempdir()).glob("firedistill-sandbox-*")) <= files
+    assert len(report["output"]) <= 2 * Limits().output_bytes
+
+
+def test_every_hostile_program_is_expected_to_end_somehow():
+    assert sorted(EXPECTED) == sorted(path.stem for path in HOSTILE.glob("*.py"))
+
+
+# ---- Honest programs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def level():
+    """The level that this machine has; without one, there is nothing to test."""
+    try:
+        return sandbox.sandbox_level()
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+VALUES = [
+    None,
+    True,
+    -7,
+    10**40,
+    0.1,
+    float("inf"),
+    "é\n\u2028",
+    b"\x00\xff",
+    1 - 2j,
+    [],
+    [1, [2, (3, "x")]],
+    (),
+    {1, 2},
+    frozenset({"a"}),
+    {"a": 1, (1, 2): [None], 3: {}},
+]
+
+
+def test_values_come_back_as_they_are(level):
+    report = run_program("", [Snippet("eval", repr(value)) for value in VALUES[:5]] + [Snippet("eval", "float('inf')")])
+    assert [outcome.value for outcome in report.outcomes] == VALUES[:6]
+    report = run_program("", [Snippet("eval", repr(value)) for value in VALUES[6:]])
+    assert [outcome.value for outcome in report.outcomes] == VALUES[6:]
+    assert [type(outcome.value) for outcome in report.outcomes] == [type(value) for value in VALUES[6:]]
+
+
+def test_subclasses_of_plain_types_are_what_they_hold(level):
+    program = "from collections import *\nP = namedtuple('P', 'x y')\nd = defaultdict(list); d[1].append(2)"
+    report = run_program(program, [Snippet("eval", text) for text in ("P(1, 2)", "d", "Counter('aab')", "range(3)", "len")])
+    values = [outcome.value for outcome in report.outcomes]
+    assert values[:3] == [(1, 2), {1: [2]}, {"a": 2, "b": 1}]
+    assert values[3:] == [Other("range range(0, 3)"), Other("builtin_function_or_method <built-in function len>")]
+
+
+def test_tests_do_not_influence_each_other(level):
+    program = "kept = []\ndef solve(x):\n    kept.append(x)\n    return kept"
+    report = run_program(program, [Snippet("eval", f"solve({i})") for i in range(3)])
+    assert [outcome.value for outcome in report.outcomes] == [[0], [1], [2]]
+
+
+def test_errors_name_the_line_of_the_program(level):
+    program = "def inner(x):\n    return 1 / x\n\ndef solve(x):\n    return inner(x)"
+    (outcome,) = run_program(program, [Snippet("eval", "solve(0)")], setup="import math\n\n\n\n").outcomes
+    assert outcome.error == sandbox.Raised("ZeroDivisionError", "division by zero", 2)
+    load = run_program("def solve(x):\n  return (", []).load
+    assert load.error is not None and (load.error.type, load.error.line) == ("SyntaxError", 2)
+
+
+def test_what_a_program_prints_is_kept_up_to_a_limit(level):
+    report = run_program("print('x' * 10_000)", [Snippet("eval", "print('hello')")])
+    assert report.load.output == "x" * Limits().output_bytes
+    assert report.outcomes[0].output.endswith("x")
+    assert run_program("", [Snippet("eval", "print('hello')")]).outcomes[0].output == "hello\n"
+
+
+def test_programs_of_several_threads_run_at_a_time(level):
+    """Every one gets its own answer, and no more run than the machine has processors."""
+    answers = {}
+
+    def ask(number):
+        answers[number] = run_program(f"n = {number}", [Snippet("eval", "n")]).outcomes[0].value
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: number for number in range(6)}
+
+
+def test_the_same_program_gives_the_same_result_every_time(level):
+    text = "list({'a', 'b', 'c', 'd', 'e'})"
+    assert len({tuple(run_program("", [Snippet("eval", text)]).outcomes[0].value) for _ in range(3)}) == 1
+
+
+def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
+    monkeypatch.setattr(sandbox, "STAGE", Path("/nonexistent/stage.py"))
+    with pytest.raises(SandboxError, match="/nonexistent/stage.py"):
+        sandbox._run("", "", [], Limits(), "limits")
+
+
+def test_a_stage_that_hangs_is_ended(monkeypatch, tmp_path):
+    stage = tmp_path / "stage.py"
+    stage.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
+    monkeypatch.setattr(sandbox, "STAGE", stage)
+    monkeypatch.setattr(sandbox, "MARGIN", 0.2)
+    with pytest.raises(SandboxError, match="took longer than 0.5 s"):
+        sandbox._run("", "", [], Limits(seconds=0.2, total_seconds=0.1), "limits")
+
+
+def test_more_tests_than_there_is_time_for_are_no_verdict(level):
+    with pytest.raises(SandboxError, match=r"only \d of 3 tests could start within 0.1 s; none of them hangs"):
+        run_program("import time\ntime.sleep(0.2)", [Snippet("eval", "1")] * 3, limits=Limits(total_seconds=0.1))
+
+
+def test_what_dies_with_the_trainer(level, place, tmp_path):
+    """A trainer that is killed leaves no process behind."""
+    if level != "namespaces":
+        pytest.skip("needs a PID namespace")
+    source = "from firedistill.tasks.sandbox import *; run_program('import time\\ntime.sleep(100)', [])"
+    trainer = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(stages()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    while stages() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert stages() == set()
+    for left in Path(tempfile.gettempdir()).glob("firedistill-sandbox-*"):
+        shutil.rmtree(left)  # an empty folder, which only the trainer could have removed
+
+
+# ---- Levels ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_without_isolation_is_refused(monkeypatch):
+    def failing(program, setup, tests, limits, level):
+        if level == "limits":
+            return sandbox.Report(sandbox.Outcome("returned"), ())
+        raise SandboxError("unshare: Operation not permitted")
+
+    monkeypatch.setattr(sandbox, "_run", failing)
+    sandbox._level.cache_clear()
+    monkeypatch.delenv("FIREDISTILL_SANDBOX", raising=False)
+    with pytest.raises(ValueError, match=r"cannot be isolated .*namespaces: unshare.*; filter: .*FIREDISTILL_SANDBOX=limits"):
+        sandbox.sandbox_level()
+    monkeypatch.setenv("FIREDISTILL_SANDBOX", "limits")
+    assert sandbox.sandbox_level() == "limits"
+    monkeypatch.setenv("FIREDISTILL_SANDBOX", "jail")
+    with pytest.raises(ValueError, match="FIREDISTILL_SANDBOX is 'jail'; expected one of namespaces, filter, limits"):
+        sandbox.sandbox_level()
+    sandbox._level.cache_clear()
+
+
+# ---- Comparison --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "json", "equal"),
+    [
+        (3, 3, False, True),
+        (3, 4, False, False),
+        (True, 1, False, True),
+        (0.1 + 0.2, 0.3, False, True),
+        (0.3001, 0.3, False, False),
+        (3, 3.0, False, True),
+        (10**400, 1.0, False, False),
+        (float("nan"), float("nan"), False, True),
+        ([1, 2], [1, 2], False, True),
+        ((1, 2), [1, 2], False, False),
+        ((1, 2), [1, 2], True, True),
+        ([1, 2], (1, 2), True, False),
+        ([1, (2,)], [1, [2]], True, True),
+        ([1], [1, 2], False, False),
+        ({"a": 0.1 + 0.2}, {"a": 0.3}, False, True),
+        ({"a": 1, "b": 2}, {"a": 1}, False, False),
+        ({1, 2}, {2, 1}, False, True),
+        ("3", 3, False, False),
+        (None, None, False, True),
+        (None, 0, False, False),
+        (Other("int 3"), 3, False, False),
+        ([Other("x")], [Other("x")], False, False),
+    ],
+)
+def test_comparison(value, expected, json, equal):
+    assert matches(value, expected, lists_for_tuples=json) is equal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "1",
+        "{",
+        '{"value": {"t": "set", "v": [[1]]}}',
+        '{"value": {"t": "int", "v": "zz"}}',
+        '{"value": {"t": "x", "v": 1}}',
+        '{"value": ' + "[" * 100_000,
+        '{"value": {"t": "dict", "v": [1]}}',
+        '{"value": {"t": "complex", "v": "ab"}}',
+        '{"error": 3}',
+    ],
+    ids=lambda text: text[:40],
+)
+def test_forged_results_are_unreadable(text):
+    report = {"late": False, "signal": None, "lost": 0, "output": "", "result": text or " "}
+    assert sandbox._outcome(report).status == "unreadable"
