@@ -211,6 +211,16 @@ def test_the_rate_of_the_comparison(tmp_path):
     assert [group.label for group in setting.sweep(setting.compared[-1])] == ["FIRE", "FIRE, 2× rate"]
 
 
+def test_every_optimizer_has_a_rate_of_its_own(tmp_path):
+    for method, rate in [("fire", 1e-3), ("fire", 4e-3), ("srpo", 1e-3)]:
+        write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate)
+    for rate in (0.3, 1.2):
+        write_run(tmp_path / f"sgd{rate}", learning_rate=rate, optim="sgd")
+    (setting,) = read_study(sorted(tmp_path.iterdir())).settings
+    assert [(group.method, group.factor) for group in setting.groups if "sgd" in group.apart] == [("fire", 1), ("fire", 4)]
+    assert len(setting.compared) == 3
+
+
 def test_a_path_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\) and not a suite"):
         read_study([tmp_path])

@@ -175,7 +175,9 @@ def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, li
 
 def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     """Group the runs of one setting, in the order of the paper's tables; adds a note for each excluded run."""
-    reference = reference_rate(runs)
+    # Rates of different optimizers are no multiples of each other.
+    by_optimizer = partition(runs, lambda run: str(run.config.get("optim")))
+    references = {optimizer: reference_rate(members) for optimizer, members in by_optimizer.items()}
     groups = []
     for method, members in partition(runs, lambda run: run.method).items():
         for values, part in split_by_settings(members):
@@ -184,7 +186,7 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
                 if run.seed in by_seed:
                     notes.append(f"{run.name} is excluded: {by_seed[run.seed].name} has the same settings and the same seed.")
                 by_seed.setdefault(run.seed, run)
-            rate = part[0].learning_rate
+            rate, reference = part[0].learning_rate, references[str(part[0].config.get("optim"))]
             factor = 1.0 if math.isclose(rate, reference) else rate / reference
             groups.append(Group(method, [by_seed[seed] for seed in sorted(by_seed)], rate, factor, described(values)))
     groups.sort(key=lambda group: (*group.order, group.learning_rate))

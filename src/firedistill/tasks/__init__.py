@@ -27,6 +27,7 @@ def load_task(name: str) -> Task:
         name: one of
             - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
             - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
+            - `planted:<kind>:<rate>:<task>`: a task with wrong feedback about a share of its problems (`Planted`);
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
             - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
 
@@ -45,6 +46,10 @@ def load_task(name: str) -> Task:
         from firedistill.tasks.arithmetic import Arithmetic
 
         return Arithmetic(rest) if rest else Arithmetic()
+    if prefix == "planted" and rest:
+        from firedistill.tasks.planted import planted_task
+
+        return planted_task(rest, load_task)
     if prefix == "gym" and rest:
         from firedistill.tasks.gym import GymTask
 
