@@ -724,7 +724,9 @@ def test_categories_without_end(tmp_path):
     run = write_run(tmp_path / "run", ({"accuracy": 0.5} | {f"accuracy_{i}": 0.5 for i in range(1000)},) * 2)
     study = read_study([run])
     assert len(accuracy_tables(study)[1].columns) == 101
-    assert study.notes == ["run, evals.jsonl: 900 columns left out: beyond the first 100 of categories, pass@k and further tasks."]
+    assert study.notes == [
+        "run, evals.jsonl: 900 columns left out: beyond the first 100 of categories, pass@k and further tasks."
+    ]
 
 
 # ---- Long runs -----------------------------------------------------------------------------------------------------------------
@@ -870,7 +872,9 @@ def test_figures_of_gradient_norms_leave_out_on_policy_sft_as_the_paper_does(tmp
     for method in ("fire", "on_policy_sft"):
         write_run(tmp_path / method, method=method)
     _, written = write_report([tmp_path / "fire", tmp_path / "on_policy_sft"], tmp_path / "report")
-    norms, lengths = ((tmp_path / "report" / "figures" / f"{name}.svg").read_text() for name in ("gradient-norm", "response-length"))
+    norms, lengths = (
+        (tmp_path / "report" / "figures" / f"{name}.svg").read_text() for name in ("gradient-norm", "response-length")
+    )
     assert "without On-Policy SFT, as in the paper" in norms and ">On-Policy SFT<" not in norms
     assert ">On-Policy SFT<" in lengths and "as in the paper" not in lengths
 

@@ -25,7 +25,6 @@ from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example
 
-
 ROLLOUTS_PER_SCORING = 64  # their hidden states are held at once
 
 
@@ -154,9 +153,9 @@ def evaluate_samples(
             engine, task, encoder, args.sampling, args.budget, seed=args.seed + args.process_index, progress=shown
         ).student(requests)
         entropies = entropy_sums(model, rollouts, args.score_tokens_per_forward)
-    rollouts, entropies = gather(rollouts), gather([entropies])
-    tokens = sum(count for _, count in entropies)
-    mean_entropy = sum(total for total, _ in entropies) / tokens if tokens else math.nan
+    rollouts, everywhere = gather(rollouts), gather([entropies])
+    tokens = sum(count for _, count in everywhere)
+    mean_entropy = sum(total for total, _ in everywhere) / tokens if tokens else math.nan
     return rollouts, summarize_samples(rollouts, args.eval_samples) | {"sampled_entropy": mean_entropy}
 
 

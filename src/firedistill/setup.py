@@ -151,7 +151,9 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
     """
     trained, evaluated = (getattr(task, name, None) for name in ("train_split", "eval_split"))
     if split == "train" or (split == trained != evaluated):
-        raise ValueError(f"eval_split is {split!r}, which {task.name} is trained on; expected 'eval' or another published split")
+        raise ValueError(
+            f"eval_split is {split!r}, which {task.name} is trained on; expected 'eval' or another published split"
+        )
     return task.examples(split, args.eval_size, args.eval_subset_seed, args.data_dir)
 
 

@@ -75,7 +75,9 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     for name, value in summary.items():
         if name.startswith("accuracy_"):
             console.print(f"  {visible(name.removeprefix('accuracy_'))}: {value:.1%}")
-        elif name.startswith(("sampled_", "pass_at_", "distinct_")) or (name.startswith("also_") and not name.endswith("_stderr")):
+        elif name.startswith(("sampled_", "pass_at_", "distinct_")) or (
+            name.startswith("also_") and not name.endswith("_stderr")
+        ):
             console.print(f"  {visible(name)}: {value:.4g}")
     return 0
 

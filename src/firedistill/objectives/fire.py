@@ -340,7 +340,8 @@ class HardGradientExcision(Fire):
     """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
 
     influence: Influence = setting(
-        "half_l1", "What the removed field has the largest token mean of: half_l1 (the authors' code) or energy (the paper's E_j)."
+        "half_l1",
+        "What the removed field has the largest token mean of: half_l1 (the authors' code) or energy (the paper's E_j).",
     )
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -358,9 +359,7 @@ class HardGradientExcision(Fire):
 
         def influence(student_logits: Tensor, chunk: slice) -> Tensor:
             loo_logits = torch.stack([head(view.hidden[chunk]) for view in without])
-            return field_influence(
-                student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor, self.influence
-            )
+            return field_influence(student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor, self.influence)
 
         target = full
         if names:

@@ -29,7 +29,9 @@ from firedistill.rollout import Rollout
 class FullContext(Objective):
     """`KL(p || q_c)` on every rollout. The radius is reported, and applied by the projection only."""
 
-    attribution: bool = setting(False, "Add FIRE's leave-one-field-out attribution, on correct responses too. Not in the paper.")
+    attribution: bool = setting(
+        False, "Add FIRE's leave-one-field-out attribution, on correct responses too. Not in the paper."
+    )
     projection: bool = setting(False, "Add FIRE's projection onto the radius, on correct responses too. Not in the paper.")
 
     def views(self, rollout: Rollout) -> list[View]:

@@ -73,7 +73,7 @@ class NegativeAdvantage(Objective):
             return torch.stack([token_log_probs(logits, token_ids[chunk]), entropy(logits)])
 
         found = map_tokens(batch.head, batch.student, log_prob_and_entropy)
-        parts = [negative_advantages(*of_response, self.share, self.advantage, self.delta) for of_response in found]
+        parts = [negative_advantages(log_p, h, self.share, self.advantage, self.delta) for log_p, h in found]
         weights = [part / max(int((part != 0).sum()), 1) for part in parts]
         for (log_probs, entropies), part in zip(found, parts, strict=True):
             metrics.mean(entropy=entropies, negative_advantage=part[part != 0], negative_log_prob=log_probs[part != 0])

@@ -46,8 +46,8 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         texts["accuracy.csv"] = csv_text(tables)
     differences = paired_differences(study)
     if differences:
-        table = pipe_table(HEADER, [[markdown_text(cell) for cell in row(d)] for d in differences], "---")
-        texts["differences.md"] = table + "\n" + "".join(f"- {markdown_text(text)}\n" for text in sentences(differences))
+        compared = pipe_table(HEADER, [[markdown_text(cell) for cell in row(d)] for d in differences], "---")
+        texts["differences.md"] = compared + "\n" + "".join(f"- {markdown_text(text)}\n" for text in sentences(differences))
     figures = write_figures(study, folder / "figures")
     page = write_page(study, tables, folder / "index.html", differences)
     notes = "".join(f"- {markdown_text(note)}\n" for note in study.notes)

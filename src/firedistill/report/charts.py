@@ -215,8 +215,20 @@ CHARTS = [
 # Drawn where a run has measured them (`policy_kl_every`, `policy_step_radius`, `eval_samples`).
 MEASURES = [
     Chart("policy-kl", "Change of the policy by a step", "KL(before || after), nats per token", "policy_kl", logarithmic=True),
-    Chart("policy-kl-max", "Largest change of the policy at a token", "KL(before || after), nats", "policy_kl_max", logarithmic=True),
-    Chart("weight-step", "Relative step of the trained weights", "norm of the step / norm", "weight_step_relative", logarithmic=True),
+    Chart(
+        "policy-kl-max",
+        "Largest change of the policy at a token",
+        "KL(before || after), nats",
+        "policy_kl_max",
+        logarithmic=True,
+    ),
+    Chart(
+        "weight-step",
+        "Relative step of the trained weights",
+        "norm of the step / norm",
+        "weight_step_relative",
+        logarithmic=True,
+    ),
     Chart("policy-step-share", "Share of the update that is kept", "share", "policy_step_share"),
     Chart("sampled-accuracy", "Held-out accuracy, sampled", "accuracy (%)", "sampled_accuracy", y_factor=100.0),
     Chart("sampled-entropy", "Entropy of held-out samples", "entropy (nats)", "sampled_entropy", logarithmic=True),

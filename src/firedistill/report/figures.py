@@ -52,7 +52,9 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
 
 def method_figure(study: Study, chart: Chart) -> Figure | None:
     """A chart with a panel per setting and a line per compared group; None without data."""
-    panels = [(s.title, [(g, chart.curve(g.runs)) for g in drawn_groups(s.compared, chart)]) for s in study.settings if s.compared]
+    panels = [
+        (s.title, [(g, chart.curve(g.runs)) for g in drawn_groups(s.compared, chart)]) for s in study.settings if s.compared
+    ]
 
     def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:

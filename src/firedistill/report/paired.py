@@ -146,7 +146,9 @@ def compare(
     return float(sums.sum() / counts.sum()), low, high, by_seed, len(problems)
 
 
-def bootstrap_interval(sums: ndarray, counts: ndarray, resamples: int = RESAMPLES, coverage: float = COVERAGE) -> tuple[float, float]:
+def bootstrap_interval(
+    sums: ndarray, counts: ndarray, resamples: int = RESAMPLES, coverage: float = COVERAGE
+) -> tuple[float, float]:
     """Percentile interval of `sum(sums) / sum(counts)` when problems are drawn with replacement; the same for the same values.
 
     Args:

@@ -33,10 +33,20 @@ class Planted(Task):
 
     def __init__(self, kind: str, rate: float, task: Task):
         if kind not in KINDS or not 0 <= rate <= 1:
-            raise ValueError(f"planted:{kind}:{rate:g}: expected planted:<kind>:<rate>:<task>, a kind of {', '.join(KINDS)}, and a rate from 0 to 1")
+            raise ValueError(
+                f"planted:{kind}:{rate:g}: expected planted:<kind>:<rate>:<task>, a kind of {', '.join(KINDS)}, and a rate from 0 to 1"
+            )
         self.kind, self.rate, self.task = kind, rate, task
         self.name = f"planted:{kind}:{rate:g}:{task.name}"
-        for name in ("type_name", "answer_type", "checker_mode", "final_marker", "format_instruction", "train_split", "eval_split"):
+        for name in (
+            "type_name",
+            "answer_type",
+            "checker_mode",
+            "final_marker",
+            "format_instruction",
+            "train_split",
+            "eval_split",
+        ):
             setattr(self, name, getattr(task, name))
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
@@ -87,5 +97,7 @@ def planted_task(rest: str, load: Callable[[str], Task]) -> Task:
     try:
         number = float(rate)
     except ValueError:
-        raise ValueError(f"task planted:{rest}: expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic") from None
+        raise ValueError(
+            f"task planted:{rest}: expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic"
+        ) from None
     return Planted(kind, number, load(name))
