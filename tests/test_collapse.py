@@ -1,8 +1,8 @@
 """The rules of the collapse detector against runs that were judged by eye: precision and recall, printed by `pytest -s`.
 
-The runs are those of the recipe `lab` (150 steps, three evaluations after the first), with the columns that the rules read, rounded to four
-digits. A run counts as collapsed if its sampled answers get worse and stay worse, whatever its greedy accuracy does. Each label has its
-reason; the shares are of right sampled answers, in blocks of 15 steps.
+The runs are those of the recipe `lab` (150 steps, three evaluations after the first), with the columns that the rules read, rounded to
+four digits. A run counts as collapsed if its sampled answers get worse and stay worse, whatever its greedy accuracy does. Each label
+has its reason; the shares are of right sampled answers, in blocks of 15 steps.
 """
 
 from __future__ import annotations
