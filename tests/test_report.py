@@ -12,13 +12,16 @@ import random
 import re
 from html.parser import HTMLParser
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
 from firedistill.cli import main as cli
 from firedistill.report import figures
 from firedistill.report.build import write_report
-from firedistill.report.charts import CHARTS, THINNED, evaluation_curve, interpolated_curve, step_curve
+from firedistill.report.charts import CHARTS, MEASURES, THINNED, charts_of, evaluation_curve, interpolated_curve, step_curve
 from firedistill.report.collapse import (
     ACCURACY_POINTS,
     accuracy_drop,
@@ -34,7 +37,8 @@ from firedistill.report.curves import PANELS, plot_runs
 from firedistill.report.groups import makes_a_difference, read_study
 from firedistill.report.log import EVALUATIONS, METRICS, Log
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.read import read_run
+from firedistill.report.paired import bootstrap_interval, paired_differences
+from firedistill.report.read import at_the_same_time, read_run
 from firedistill.report.tables import (
     accuracy_tables,
     csv_text,
@@ -186,7 +190,7 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_averaged(tmp_path):
     write_run(tmp_path / "d", seed=1, per_device_train_batch_size=8)
     study = read_study([tmp_path / name for name in "abcd"])
     groups = {group.label: [run.name for run in group.runs] for group in study.settings[0].groups}
-    assert groups == {"FIRE (temperature None)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
+    assert groups == {"FIRE (temperature 0.8)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
     assert study.notes == ["d is excluded: b has the same settings and the same seed."]
     colours = {group.colour for group in study.settings[0].groups}
     assert len(colours) == 2
@@ -205,6 +209,16 @@ def test_the_rate_of_the_comparison(tmp_path):
     (setting,) = read_study(sorted(tmp_path.iterdir())).settings
     assert [group.label for group in setting.groups] == ["Veto, 4× rate", "SRPO", "FIRE", "FIRE, 2× rate"]
     assert [group.label for group in setting.sweep(setting.compared[-1])] == ["FIRE", "FIRE, 2× rate"]
+
+
+def test_every_optimizer_has_a_rate_of_its_own(tmp_path):
+    for method, rate in [("fire", 1e-3), ("fire", 4e-3), ("srpo", 1e-3)]:
+        write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate)
+    for rate in (0.3, 1.2):
+        write_run(tmp_path / f"sgd{rate}", learning_rate=rate, optim="sgd")
+    (setting,) = read_study(sorted(tmp_path.iterdir())).settings
+    assert [(group.method, group.factor) for group in setting.groups if "sgd" in group.apart] == [("fire", 1), ("fire", 4)]
+    assert len(setting.compared) == 3
 
 
 def test_a_path_without_a_run_is_an_error(tmp_path):
@@ -710,7 +724,9 @@ def test_categories_without_end(tmp_path):
     run = write_run(tmp_path / "run", ({"accuracy": 0.5} | {f"accuracy_{i}": 0.5 for i in range(1000)},) * 2)
     study = read_study([run])
     assert len(accuracy_tables(study)[1].columns) == 101
-    assert study.notes == ["run, evals.jsonl: 900 columns left out: beyond the first 100 of categories."]
+    assert study.notes == [
+        "run, evals.jsonl: 900 columns left out: beyond the first 100 of categories, pass@k and further tasks."
+    ]
 
 
 # ---- Long runs -----------------------------------------------------------------------------------------------------------------
@@ -775,8 +791,117 @@ def test_a_fall_is_found_as_by_trying_every_position():
 
 
 def test_the_columns_that_charts_need_are_read():
+    assert {chart.y for chart in MEASURES} <= {*METRICS, *EVALUATIONS}
     assert {chart.y for chart in CHARTS if chart.over_steps} | {key for _, key, _ in PANELS[1:]} <= set(METRICS)
     assert {chart.x for chart in CHARTS if not chart.over_steps} <= set(EVALUATIONS)
+
+
+# ---- Differences on the same problems ------------------------------------------------------------------------------------------------
+
+
+def write_answers(folder, correct, kind="eval", step=10):
+    """The rollouts of an evaluation, of which only these columns are read."""
+    (folder / "rollouts").mkdir(exist_ok=True)
+    columns = {"uid": [f"gsm8k/test/{uid}" for uid, _ in correct], "correct": [right for _, right in correct]}
+    pq.write_table(pa.table(columns), folder / "rollouts" / f"{kind}_{step:06d}.parquet")
+
+
+def test_differences_pair_the_same_problems_and_seeds(tmp_path):
+    # FIRE answers problems 0 to 7, the other 1 to 8: seven in common. Seed 2 has no partner.
+    for seed in (0, 1, 2):
+        folder = write_run(tmp_path / f"fire{seed}", seed=seed)
+        write_answers(folder, [(i, i < 4) for i in range(8)])
+    for seed, wins in ((0, {1, 2, 3, 4, 5}), (1, {1, 2, 3})):
+        folder = write_run(tmp_path / f"srpo{seed}", seed=seed, method="srpo")
+        write_answers(folder, [(i, i in wins) for i in range(1, 9)])
+    (found,) = paired_differences(read_study(sorted(tmp_path.iterdir())))
+    assert (found.label, found.reference, found.kind, found.problems) == ("SRPO", "FIRE", "greedy", 7)
+    assert found.by_seed == pytest.approx({0: 100 * 2 / 7, 1: 0.0}) and found.mean == pytest.approx(100 / 7)
+    # By hand: problems 4 and 5 have the mean difference 50, the other five 0.
+    draws = np.random.default_rng(7).choice([50.0, 50.0, 0, 0, 0, 0, 0], size=(20_000, 7)).mean(1)
+    assert [found.low, found.high] == pytest.approx(np.quantile(draws, [0.025, 0.975]).tolist(), abs=1.0)
+    assert not found.told_apart
+    assert found.sentence == "SRPO and FIRE cannot be told apart (+14.3 points, 95 % interval +0.0 to +35.7)."
+
+
+def test_a_difference_on_all_problems_is_told_apart_and_samples_count_by_their_share(tmp_path):
+    for method, share in (("fire", 0.75), ("srpo", 0.25)):
+        folder = write_run(tmp_path / method, method=method)
+        write_answers(folder, [(i, k < 4 * share) for i in range(20) for k in range(4)], kind="sampled")
+    study, written = write_report([tmp_path / "fire", tmp_path / "srpo"], tmp_path / "report")
+    (found,) = paired_differences(study)
+    assert (found.kind, found.mean, found.low, found.high) == ("sampled", -50, -50, -50) and found.told_apart
+    text = (tmp_path / "report" / "tables" / "differences.md").read_text()
+    assert "SRPO is less accurate than FIRE (-50.0 points, 95 % interval -50.0 to -50.0)." in text
+    assert 'id="differences"' in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    generator = np.random.default_rng(3)
+    covered = 0
+    for _ in range(200):
+        values = generator.choice([100.0, 0.0, -100.0], p=[0.3, 0.5, 0.2], size=80)
+        low, high = bootstrap_interval(values, np.ones(80), resamples=500)
+        covered += low <= 10.0 <= high
+    assert 0.9 <= covered / 200 <= 0.99
+
+
+def test_answers_that_cannot_be_read_are_named(tmp_path):
+    for method in ("fire", "srpo"):
+        folder = write_run(tmp_path / method, method=method)
+        (folder / "rollouts").mkdir()
+        (folder / "rollouts" / "eval_000010.parquet").write_text("no parquet")
+    study = read_study([tmp_path / "fire", tmp_path / "srpo"])
+    assert paired_differences(study) == [] and len(study.notes) == 2 and "eval_000010.parquet is left out" in study.notes[0]
+
+
+def test_runs_with_the_authors_held_out_problems_are_seeds_of_one_group(tmp_path):
+    for seed in (0, 1, 2):
+        write_run(tmp_path / f"theirs{seed}", seed=seed, eval_subset_seed=seed + 10_000)
+        write_run(tmp_path / f"ours{seed}", seed=seed)
+    write_run(tmp_path / "other", seed=0, eval_subset_seed=7, eval_split="test")
+    groups = {group.label: len(group.runs) for group in read_study(sorted(tmp_path.iterdir())).settings[0].groups}
+    assert groups == {
+        "FIRE (eval_subset_seed 0, eval_split eval)": 3,
+        "FIRE (eval_subset_seed seed + 10000, eval_split eval)": 3,
+        "FIRE (eval_subset_seed 7, eval_split test)": 1,
+    }
+
+
+def test_figures_of_gradient_norms_leave_out_on_policy_sft_as_the_paper_does(tmp_path):
+    for method in ("fire", "on_policy_sft"):
+        write_run(tmp_path / method, method=method)
+    _, written = write_report([tmp_path / "fire", tmp_path / "on_policy_sft"], tmp_path / "report")
+    norms, lengths = (
+        (tmp_path / "report" / "figures" / f"{name}.svg").read_text() for name in ("gradient-norm", "response-length")
+    )
+    assert "without On-Policy SFT, as in the paper" in norms and ">On-Policy SFT<" not in norms
+    assert ">On-Policy SFT<" in lengths and "as in the paper" not in lengths
+
+
+def test_the_measures_that_a_run_has_are_charts(tmp_path):
+    evaluation = {"accuracy": 0.5, "sampled_accuracy": 0.4, "pass_at_4": 0.8, "also_asdiv": 0.3, "also_asdiv_stderr": 0.1}
+    plain = write_run(tmp_path / "plain", seed=1)
+    measured = write_run(tmp_path / "measured", (evaluation, evaluation), metrics={"policy_kl": [1e-3] * 10})
+    assert charts_of(read_study([plain]).runs) == CHARTS
+    added = [chart for chart in charts_of(read_study([plain, measured]).runs) if chart not in CHARTS]
+    assert [chart.y for chart in added] == ["policy_kl", "sampled_accuracy", "also_asdiv", "pass_at_4"]
+    write_report([plain, measured], tmp_path / "report")
+    assert (tmp_path / "report" / "figures" / "policy-kl.svg").is_file()
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert "Held-out accuracy on asdiv" in page and "solved by one of 4 samples" in page
+
+
+def test_runs_of_a_suite_that_shared_their_machine():
+    records = {
+        "a": {"host": "h", "since": 0.0, "seconds": 100.0},
+        "b": {"host": "h", "since": 50.0, "seconds": 10.0},
+        "c": {"host": "h", "since": 99.5, "seconds": 10.0},  # the next one starts while the last one ends
+        "d": {"host": "other", "since": 0.0, "seconds": 500.0},
+        "e": {"state": "to do"},
+    }
+    assert at_the_same_time(records) == {"a", "b"}
+    assert at_the_same_time(records | {"f": {"host": "h", "since": 20.0, "seconds": 500.0}}) == {"a", "b", "c", "f"}
 
 
 # ---- The command ---------------------------------------------------------------------------------------------------------------------
@@ -812,7 +937,7 @@ def test_a_learning_rate_has_the_same_colour_in_all_panels(tmp_path):
 
 
 def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "CHARTS", figures.CHARTS[:1])
+    monkeypatch.setattr(figures, "charts_of", lambda runs: CHARTS[:1])
     for name in ("one", "two"):
         figures.write_figures(read_study(runs[:4]), tmp_path / name)
     (svg,) = (tmp_path / "one").glob("*.svg")

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,31 @@ def test_the_two_suites_of_the_laboratory_share_no_run():
     assert len(factors) == 12 and all({0.25, 1, 4} <= found for found in factors.values())
 
 
+def test_the_authors_subsets_follow_the_seed(toy, tmp_path):
+    ours, theirs = make_plan("table1").runs, make_plan("table1-subsets").runs
+    assert [run.settings | {"eval_subset_seed": run.seed + 10_000} for run in ours] == [run.settings for run in theirs]
+    (tmp_path / "own.yaml").write_text("blocks: [{recipes: [lab], methods: [fire], subset_per_seed: 1}]")
+    with pytest.raises(ValueError, match="subset_per_seed is 1; expected true or false"):
+        make_plan(str(tmp_path / "own.yaml"))
+    with pytest.raises(ValueError, match="subset_per_seed sets eval_subset_seed, which is given too"):
+        make_plan("table1-subsets", options={"eval_subset_seed": "3"})
+
+
+@pytest.mark.parametrize("name", [name for name in built_in_suites() if name.startswith("study")])
+def test_the_studies_have_five_seeds_of_every_run(name):
+    plan = make_plan(name)
+    by_run = Counter(run.id.removesuffix(f"-seed{run.seed}") for run in plan.runs)
+    assert set(by_run.values()) == {5} and {run.seed for run in plan.runs} == {0, 1, 2, 3, 4}
+    assert all(run.recipe == "lab" and run.settings["eval_samples"] == 8 for run in plan.runs)
+
+
+def test_the_labels_of_blocks_tell_runs_apart():
+    runs = {run.id: run for run in make_plan("study-parts", seeds=[0]).runs}
+    both = runs["lab-full_context-both-lr4x-seed0"]
+    assert both.variant == "both 4x" and both.settings["method_settings"] == {"attribution": True, "projection": True}
+    assert runs["lab-full_context-seed0"].variant == "" and len(runs) == 16
+
+
 def test_a_sweep_keeps_the_nominal_rate(toy):
     runs = {run.id: run for run in make_plan(str(toy), seeds=[3]).runs}
     assert list(runs) == ["toy-fire-seed3", "toy-full_context-seed3", "toy-fire-lr0.5x-seed3", "toy-fire-lr2x-seed3"]
@@ -165,7 +191,7 @@ def test_options_for_all_runs_win_and_are_checked(toy):
     [
         ("title: x", "is not a suite: expected a mapping with a list of blocks"),
         ("blocks: [3]", "a block is 3; expected a mapping"),
-        ("blocks: [{recipe: [toy.yaml]}]", "unknown key 'recipe'; a block may have learning_rate_factors, methods"),
+        ("blocks: [{recipe: [toy.yaml]}]", "unknown key 'recipe'; a block may have label, learning_rate_factors, methods"),
         ("blocks: [{recipes: toy.yaml, methods: [fire]}]", "recipes is 'toy.yaml'; expected a list"),
         ("blocks: [{recipes: [toy.yaml]}]", "methods is None; expected a list"),
         ("blocks: [{recipes: [nix], methods: [fire]}]", "no recipe 'nix'"),
@@ -236,7 +262,8 @@ def test_no_plan_is_refused_in_words(text, tmp_path):
 
 
 def test_every_built_in_suite_can_be_read():
-    assert built_in_suites() == ["ablation", "lab", "lab-rates", "lr-sweep", "table-14b", "table1"]
+    studies = [f"study-{name}" for name in ("controls", "noise", "parts", "rates", "steps", "tropd")]
+    assert built_in_suites() == ["ablation", "lab", "lab-rates", "lr-sweep", *studies, "table-14b", "table1", "table1-subsets"]
     assert all(read_suite(name)[1]["title"] for name in built_in_suites())
 
 

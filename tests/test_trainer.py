@@ -35,9 +35,13 @@ METHODS = [
     "tropd",
     "srpo",
     "scope",
+    "routing",
+    "negative_advantage",
+    "rlcsd",
+    "sdpg",
 ]
-# One method for each way in which a step can be put together: views without fields, updates of their own, groups, prefixes.
-DIFFERENT_METHODS = {"fire", "top_d", "srpo", "tropd"}
+# One method for each way in which a step can be put together: views without fields, updates of their own, groups, prefixes, a state.
+DIFFERENT_METHODS = {"fire", "top_d", "srpo", "tropd", "sdpg"}
 
 DIAGNOSTICS = {
     "on_policy_sft": {"nll"},
@@ -46,6 +50,9 @@ DIAGNOSTICS = {
     "top_d": {"top_d_return_std", "top_d_ratio", "top_d_clip_fraction", "grad_norm_max"},
     "tropd": {"tropd_trusted", "tropd_reward", "prefix_length"},
     "srpo": {"srpo_advantage", "srpo_entropy_weight_max", "srpo_teacher_entropy"},
+    "negative_advantage": {"negative_advantage", "negative_log_prob"},
+    "rlcsd": {"rlcsd_modulated", "rlcsd_advantage", "rlcsd_gap"},
+    "sdpg": {"sdpg_advantage", "sdpg_beta", "sdpg_reference", "kl"},
     "scope": {"scope_student_perplexity", "scope_teacher_perplexity", "scope_teacher_weight_max"},
 }
 
@@ -109,7 +116,7 @@ def test_a_run_of_every_method(method, run_of):
     if method == "on_policy_sft":
         assert rows[0]["teacher_tokens"] == 0 and "seconds_score" not in rows[0]
     assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"
-    groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5}.get(method, 1)
+    groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5, "rlcsd": 4, "sdpg": 4}.get(method, 1)
     for row in rows:
         rollouts = run.rollouts(row["step"])
         assert len(rollouts) == 4 * groups

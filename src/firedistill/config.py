@@ -195,6 +195,11 @@ class SelfDistillConfig(TrainingArguments):
     weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.", at_least=0)
     adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.", at_least=0, below=1)
     max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm; 0 disables clipping.", at_least=0)
+    policy_step_radius: float | None = optimisation_setting(
+        None,
+        "Shorten an update whose mean KL(before || after) on the step's tokens exceeds this, in nats per token. Not in the paper.",
+        above=0,
+    )
     seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
     # --- Evaluation and the run directory
@@ -206,6 +211,24 @@ class SelfDistillConfig(TrainingArguments):
     )
     eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
     eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
+    eval_split: str = run_setting(
+        "eval", "Split that is evaluated: 'eval' is the task's held-out split; a published one by its name, such as test."
+    )
+    eval_samples: int = run_setting(
+        0,
+        "Responses sampled per held-out problem, as in training, for sampled accuracy, pass@k, entropy and distinct answers (0: none).",
+        effect="none",
+        at_least=0,
+    )
+    eval_also: list[str] = run_setting(
+        [], "Further tasks that every evaluation answers greedily: what is forgotten, or carried over.", effect="none"
+    )
+    policy_kl_every: int = run_setting(
+        0,
+        "Measure KL(before || after) on the step's tokens, and the weight step, in the first step and every so many (0: never).",
+        effect="none",
+        at_least=0,
+    )
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
     save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps.", effect="none", above=0)
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")

@@ -1,22 +1,81 @@
-"""Greedy evaluation on held-out examples with the verifier of the task."""
+"""Evaluation on held-out examples with the verifier of the task: greedy accuracy, and what sampling shows beyond it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from statistics import fmean, stdev
 from typing import Any
 
 from accelerate.utils import gather_object
+from torch import nn
 
 from firedistill.config import SelfDistillConfig
-from firedistill.memory import SMALLER_EVALUATIONS, explained_memory
+from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, BatchLimit, explained_memory
+from firedistill.models.states import unwrap
+from firedistill.objectives.batches import frozen_states, map_tokens
+from firedistill.objectives.distributions import entropy
+from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.rollout import Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example
+
+ROLLOUTS_PER_SCORING = 64  # their hidden states are held at once
+
+
+@dataclass
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        greedy: one rollout per problem.
+        sampled: `eval_samples` rollouts per problem.
+        summary: the columns of `evals.jsonl`.
+    """
+
+    greedy: list[Rollout]
+    sampled: list[Rollout]
+    summary: dict[str, Any]
+
+
+def evaluate_all(
+    engine: RolloutEngine,
+    task: Task,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    also: Mapping[str, tuple[Task, Sequence[Example]]],
+    args: SelfDistillConfig,
+    model: nn.Module,
+    progress: Callable[..., None],
+    gather: Callable[[list[Any]], list[Any]] = gather_object,
+) -> Evaluation:
+    """Answer the held-out examples greedily, `eval_samples` times by sampling, and those of further tasks greedily.
+
+    Args:
+        also: tasks with their examples, by the names of their columns.
+        model: the student, which scores the entropy of sampled responses.
+        progress: called as `progress(phase, done, total=...)`.
+        gather: returns the values of all processes.
+
+    Raises:
+        OutOfMemory: as `evaluate`.
+    """
+    greedy, summary = evaluate(engine, task, encoder, examples, args, partial(progress, "evaluation"), gather)
+    sampled: list[Rollout] = []
+    if args.eval_samples:
+        sampled, of_samples = evaluate_samples(
+            engine, task, encoder, examples, args, model, partial(progress, "sampled evaluation"), gather
+        )
+        summary |= of_samples
+    for name, (other, others) in also.items():
+        _, found = evaluate(engine, other, encoder, others, args, partial(progress, f"evaluation on {name}"), gather)
+        summary |= {f"also_{name}": found["accuracy"], f"also_{name}_stderr": found["stderr"]}
+    return Evaluation(greedy, sampled, summary)
 
 
 def answer_examples(
@@ -69,6 +128,88 @@ def evaluate(
     if skipped_anywhere := sum(gather_object([len(skipped)])):
         summary["skipped_over_budget"] = skipped_anywhere
     return rollouts, summary
+
+
+def evaluate_samples(
+    engine: RolloutEngine,
+    task: Task,
+    encoder: PromptEncoder,
+    examples: Sequence[Example],
+    args: SelfDistillConfig,
+    model: nn.Module,
+    progress: Callable[..., None],
+    gather: Callable[[list[Any]], list[Any]] = gather_object,
+) -> tuple[list[Rollout], dict[str, Any]]:
+    """Sample `eval_samples` responses to every example with the sampling parameters of training; see `evaluate`.
+
+    Every evaluation of a run uses the same random numbers.
+    """
+    mine = list(examples)[args.process_index :: args.world_size]
+    prompts, _ = fitting_prompts(task, encoder, mine, args.sampling, args.budget)
+    requests = [prompt for prompt in prompts for _ in range(args.eval_samples)]
+    shown = partial(progress, total=len(requests))
+    with explained_memory(SMALLER_EVALUATIONS):
+        rollouts = Sampler(
+            engine, task, encoder, args.sampling, args.budget, seed=args.seed + args.process_index, progress=shown
+        ).student(requests)
+        entropies = entropy_sums(model, rollouts, args.score_tokens_per_forward)
+    rollouts, everywhere = gather(rollouts), gather([entropies])
+    tokens = sum(count for _, count in everywhere)
+    mean_entropy = sum(total for total, _ in everywhere) / tokens if tokens else math.nan
+    return rollouts, summarize_samples(rollouts, args.eval_samples) | {"sampled_entropy": mean_entropy}
+
+
+def entropy_sums(model: nn.Module, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[float, int]:
+    """Sum over the response tokens of the entropy of the student's distribution (nats, temperature 1), and their number."""
+    head, total = Head.of(unwrap(model)), 0.0
+    limit = BatchLimit(max_tokens, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
+    ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
+    for start in range(0, len(ordered), ROLLOUTS_PER_SCORING):
+        states = frozen_states(model, ordered[start : start + ROLLOUTS_PER_SCORING], limit)
+        for values in map_tokens(head, states, lambda logits, chunk: entropy(logits)):
+            total += float(values.double().sum())
+    return total, sum(len(rollout.response_ids) for rollout in rollouts)
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The probability that k of the samples, drawn without replacement, hold a correct one: `1 - C(n - c, k) / C(n, k)`.
+
+    An unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+
+    Args:
+        samples: n, at least k.
+        correct: c.
+    """
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def summarize_samples(rollouts: Sequence[Rollout], samples: int) -> dict[str, Any]:
+    """Accuracy and pass@k of sampled responses, how many different answers a problem gets, and how the responses look.
+
+    Args:
+        samples: responses per problem. `pass_at_k` is given for k = 2, 4, 8, ... and for all of them.
+    """
+    problems: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        problems.setdefault(rollout.example.uid, []).append(rollout)
+    right = [sum(r.verdict.correct for r in members) for members in problems.values()]
+    counts = sorted({2**power for power in range(1, samples.bit_length()) if 2**power <= samples} | ({samples} - {1}))
+    rates = [count / samples for count in right]
+
+    def mean(values: Sequence[float]) -> float:
+        return fmean(values) if values else math.nan
+
+    return {
+        "sampled_accuracy": mean(rates),
+        "sampled_stderr": stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan,
+        **{f"pass_at_{k}": mean([pass_at_k(samples, count, k) for count in right]) for k in counts},
+        "distinct_answers": mean(
+            [len({r.verdict.submitted for r in members if r.verdict.submitted is not None}) for members in problems.values()]
+        ),
+        "sampled_length": mean([len(r.response_ids) for r in rollouts]),
+        "sampled_truncated_rate": mean([not r.response.finished for r in rollouts]),
+        "eval_samples": samples,
+    }
 
 
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, Any]:

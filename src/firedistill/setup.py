@@ -41,6 +41,7 @@ class Setup:
         encoder: turns messages into token ids.
         train_examples: the training problems; empty if nothing is trained.
         eval_examples: the held-out problems; empty if nothing is evaluated.
+        also: further tasks with their held-out problems, by name.
     """
 
     args: SelfDistillConfig
@@ -50,6 +51,7 @@ class Setup:
     encoder: PromptEncoder
     train_examples: list[Example]
     eval_examples: list[Example]
+    also: dict[str, tuple[Task, list[Example]]]
 
 
 def load_setup(
@@ -117,7 +119,13 @@ def load_setup(
     if eval_examples is not None:
         eval_examples = read_examples(eval_examples, "eval_examples")
     else:
-        eval_examples = task.examples("eval", args.eval_size, args.eval_subset_seed, args.data_dir) if args.eval_size else []
+        eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
+    also: dict[str, tuple[Task, list[Example]]] = {}
+    for name in args.eval_also if eval_examples else []:
+        other = cast(Task, GuardedTask(load_task(name), args.task_timeout))
+        also[name] = other, held_out(other, args, "eval")
+        if not also[name][1]:
+            raise ValueError(f"eval_also names {name!r}, which has no held-out problems")
     if train and not train_examples:
         raise ValueError(f"task {task.name!r} has no training examples")
     if not eval_examples:
@@ -133,7 +141,22 @@ def load_setup(
         encoder=PromptEncoder(tokenizer),
         train_examples=train_examples,
         eval_examples=eval_examples,
+        also=also,
     )
+
+
+def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
+    """`eval_size` problems of a split on which nothing is trained.
+
+    Raises:
+        ValueError: the split is the one that is trained on, or the task has no such split.
+    """
+    trained, evaluated = (getattr(task, name, None) for name in ("train_split", "eval_split"))
+    if split == "train" or (split == trained != evaluated):
+        raise ValueError(
+            f"eval_split is {split!r}, which {task.name} is trained on; expected 'eval' or another published split"
+        )
+    return task.examples(split, args.eval_size, args.eval_subset_seed, args.data_dir)
 
 
 def sharding_of(args: SelfDistillConfig) -> Any:

@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.config import SelfDistillConfig
-from firedistill.evaluation import answer_examples, evaluate
+from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import written_at_once, written_whole
 from firedistill.memory import (
     LOADING,
@@ -52,6 +52,7 @@ from firedistill.models.sharding import gather, lockstep, wait_for_processes
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
+from firedistill.policy import PolicyChange
 from firedistill.prompts import shown_prompt
 from firedistill.report.curves import CurvesAtTheEnd
 from firedistill.rollout import Rollout
@@ -93,6 +94,7 @@ class StepRecord:
         loss: summed over the updates of the step.
         grad_norms: before clipping, one per update.
         skipped: the present update changes neither student nor teacher.
+        before_step, before_update: the policy that the step and the present update began with, where they are compared with it.
     """
 
     learning_rate: float
@@ -105,6 +107,8 @@ class StepRecord:
     grad_norms: list[float] = field(default_factory=list)
     skipped: bool = False
     skipped_updates: int = 0
+    before_step: PolicyChange | None = None
+    before_update: PolicyChange | None = None
 
 
 class SelfDistillTrainer(ResumableTrainer):
@@ -192,6 +196,10 @@ class SelfDistillTrainer(ResumableTrainer):
                 adjustable=adjustable,
             ),
         }
+        # Its own, so that a measurement that is short of memory does not change how the run is computed.
+        self.policy_limit = BatchLimit(
+            args.score_tokens_per_forward, "the measured policy's batch", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable
+        )
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
         self.teacher = Teacher(
             self.model,
@@ -248,6 +256,9 @@ class SelfDistillTrainer(ResumableTrainer):
         self.teacher.forget()
         wait_for_processes(self.model)
         metrics.merge([sampled, selection.metrics, step.metrics, diagnostics])
+        if self.args.policy_kl_every and self.state.global_step % self.args.policy_kl_every == 0:
+            with self.beside_training():
+                self.record.before_step = self.policy_now(selection.trained)
 
         *earlier, last = plan_updates(
             self.objective,
@@ -344,6 +355,33 @@ class SelfDistillTrainer(ResumableTrainer):
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)  # moves the teacher
         model.zero_grad()
 
+    def policy_now(self, rollouts: Sequence[Rollout]) -> PolicyChange:
+        now = PolicyChange(self.model, rollouts, self.policy_limit, self.args.score_temperature)
+        wait_for_processes(self.model)
+        return now
+
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        """Leave the time of the block out of the step's."""
+        synchronize(self.args.device)
+        start = time.perf_counter()
+        yield
+        synchronize(self.args.device)
+        self.record.started += time.perf_counter() - start
+
+    def end_update(self) -> None:
+        """After the optimizer's step: scale it back if the policy changed too much, and let the teacher follow (eq. sdpo_updates)."""
+        record = self.record
+        if record.before_update is not None:
+            radius = cast(float, self.args.policy_step_radius)
+            record.metrics.merge([record.before_update.scale_back(radius, self.mean_over_processes)])
+            record.before_update = None
+        self.teacher.update()
+
+    def mean_over_processes(self, values: Tensor) -> float:
+        parts = gather(self.model, [(float(values.double().sum()), len(values))])
+        return sum(total for total, _ in parts) / sum(count for _, count in parts)
+
     @property
     def progress(self) -> float:
         """How far training is: 0 at the first step, 1 at the last."""
@@ -385,6 +423,8 @@ class SelfDistillTrainer(ResumableTrainer):
                     ", ".join(dict.fromkeys(record.uids)),
                 )
             self.optimizer.zero_grad(set_to_none=True)
+        elif self.args.policy_step_radius is not None:
+            record.before_update = self.policy_now([rollout for rollout, _ in record.update.rollouts])
         return grad_norm
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -395,6 +435,10 @@ class SelfDistillTrainer(ResumableTrainer):
         """Reduce what the step found over all processes and write its row."""
         record = self.record
         synchronize(self.args.device)
+        if record.before_step is not None:
+            with self.beside_training():
+                record.metrics.merge([record.before_step.metrics()])
+                wait_for_processes(self.model)
         total = time.perf_counter() - record.started
         metrics = record.metrics.merge([self.teacher.take_metrics()])
         if halved := sum(limit.halved for limit in self.limits.values()):
@@ -453,26 +497,29 @@ class SelfDistillTrainer(ResumableTrainer):
     def evaluate(  # type: ignore[override]
         self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ):
-        """Greedy accuracy on the held-out examples; writes a row of `evals.jsonl`."""
+        """Accuracy on the held-out examples; writes a row of `evals.jsonl`."""
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
-        rollouts, summary = evaluate(
+        found = evaluate_all(
             self.eval_engine,
             self.task,
             self.encoder,
             examples,
+            self.setup.also,
             self.args,
-            progress=partial(self.on_progress, "evaluation"),
-            gather=partial(gather, self.model),
+            self.model,
+            self.on_progress,
+            partial(gather, self.model),
         )
         metrics_of(self.eval_engine)  # not of a training step
         step = self.state.global_step
         if self.run_log is not None:
             counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
-            self.run_log.evaluation({"step": step, **counters, **summary})
-        self.log_rollouts(rollouts, step, prefix="eval")
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in summary.items()}
+            self.run_log.evaluation({"step": step, **counters, **found.summary})
+        self.log_rollouts(found.greedy, step, prefix="eval")
+        self.log_rollouts(found.sampled, step, prefix="sampled")
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         self.evaluation_due = False
@@ -562,7 +609,7 @@ class SelfDistillTrainer(ResumableTrainer):
             return
         state = random_state()  # a task may draw from it
         try:
-            examples = self.task.examples("eval", 8 * count, args.eval_subset_seed, args.data_dir)
+            examples = self.task.examples(args.eval_split, 8 * count, args.eval_subset_seed, args.data_dir)
             show = partial(self.on_progress, "answers to attribute", total=len(examples))
             rollouts, _ = answer_examples(
                 self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
@@ -630,9 +677,9 @@ class StepCallbacks(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # a resumed run has the intervals of its checkpoint otherwise
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """The EMA follows every executed optimizer update (eq. sdpo_updates)."""
+        """Nothing follows an update that is skipped."""
         if not self.trainer.record.skipped:
-            self.trainer.teacher.update()
+            self.trainer.end_update()
 
     def on_step_end(self, args, state, control, **kwargs):
         """Write the row; evaluate after the last step, whatever `eval_steps` is."""

@@ -17,7 +17,7 @@ from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
 from firedistill.cli.names import wants_help
 from firedistill.config import SelfDistillConfig, WarmStartConfig
-from firedistill.evaluation import answer_examples, evaluate
+from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
@@ -82,7 +82,8 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         console.print(
             "firedistill eval RUN|ADAPTER|RECIPE [--task NAME] [--eval_size N] [--json] ...\n\n"
             "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), ADAPTER the folder of an\n"
-            "adapter or a checkpoint, RECIPE as in train. --json prints one JSON object."
+            "adapter or a checkpoint, RECIPE as in train. --json prints one JSON object.\n"
+            "--eval_samples N adds sampled accuracy, pass@k, entropy and distinct answers, --eval_also TASK further tasks."
         )
         return 0
     parser = Parser()
@@ -94,11 +95,13 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
     with in_use(engine), console.status("evaluating") as status:
 
-        def show(done: int, total: int) -> None:
-            status.update(f"evaluation {done}/{total}")
+        def show(phase: str, done: int, total: int) -> None:
+            status.update(f"{phase} {done}/{total}")
 
         every = partial(gather, setup.model)
-        _, summary = evaluate(engine, setup.task, setup.encoder, setup.eval_examples, setup.args, show, every)
+        summary = evaluate_all(
+            engine, setup.task, setup.encoder, setup.eval_examples, setup.also, setup.args, setup.model, show, every
+        ).summary
     if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
     if options.json:
@@ -108,6 +111,10 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     for name, value in summary.items():
         if name.startswith("accuracy_"):
             console.print(f"  {visible(name.removeprefix('accuracy_'))}: {value:.1%}")
+        elif name.startswith(("sampled_", "pass_at_", "distinct_")) or (
+            name.startswith("also_") and not name.endswith("_stderr")
+        ):
+            console.print(f"  {visible(name)}: {value:.4g}")
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from firedistill.memory import BatchLimit
 from firedistill.metrics import Metrics
 from firedistill.models.sharding import gather
 from firedistill.models.states import ResponseStates, inference_mode, score_responses
@@ -45,11 +46,8 @@ class Step:
 
     def student_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """`log p(y_t)` of the sampled tokens under the live student, frozen; one `[T]` CPU tensor per rollout."""
-        prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
-        with self.metrics.timed("seconds_score", self.teacher.device), inference_mode(self.model):
-            for attempt in self.teacher.limit.attempts():
-                with attempt:
-                    states = score_responses(self.model, prompts, responses, max_tokens=self.teacher.limit.size)
+        with self.metrics.timed("seconds_score", self.teacher.device):
+            states = frozen_states(self.model, rollouts, self.teacher.limit)
         return sampled_log_probs(self.head, states, rollouts)
 
     def teacher_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -147,6 +145,23 @@ def map_tokens(head: Head, states: ResponseStates, function: Callable[[Tensor, s
     return (
         list(torch.cat(parts, dim=-1).split(states.lengths, dim=-1)) if parts else [hidden.new_empty(0)] * len(states.lengths)
     )
+
+
+def frozen_states(model: nn.Module, rollouts: Sequence[Rollout], limit: BatchLimit) -> ResponseStates:
+    """Hidden states of the responses under the weights that the model has now, in evaluation mode, without gradient.
+
+    Args:
+        limit: padded tokens per forward pass, made smaller where memory runs out.
+
+    Raises:
+        OutOfMemory: a single response does not fit.
+    """
+    prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
+    with inference_mode(model):
+        for attempt in limit.attempts():
+            with attempt:
+                states = score_responses(model, prompts, responses, max_tokens=limit.size)
+    return states
 
 
 def sampled_log_probs(head: Head, states: ResponseStates, rollouts: Sequence[Rollout]) -> list[Tensor]:

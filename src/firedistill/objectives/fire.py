@@ -1,4 +1,4 @@
-"""FIRE: Fisher-informed recalibration (paper section "FIRE", Algorithm 1), and its three ablations.
+"""FIRE: Fisher-informed recalibration (paper section "FIRE", Algorithm 1), and its ablations.
 
 Correct responses are trained by supervised fine-tuning whose per-token weight keeps the logit gradient inside the Fisher radius.
 Wrong responses are distilled towards the EMA teacher that sees the feedback. Where this target violates the radius, it is re-weighted
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
-from firedistill.objectives.base import Objective
+from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, map_tokens
 from firedistill.objectives.distributions import (
     centred,
@@ -176,21 +177,41 @@ def sft_weight(student_logits: Tensor, token_ids: Tensor, step_scale: float = 1.
     return contraction(gradient_norm, fisher_radius(student_logits, step_scale))
 
 
+Influence = Literal["half_l1", "energy"]
+
+
 @torch.no_grad()
-def half_l1_influence(
-    student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, log_prob_floor: float | None = None
+def field_influence(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    loo_logits: Tensor,
+    log_prob_floor: float | None = None,
+    measure: Influence = "half_l1",
 ) -> Tensor:
-    """Half the L1 norm of `g_c - g_-j` per field and token, the score of hard gradient excision; `[B, ...]`."""
+    """How much `g_c - g_-j` there is per field and token, the score of hard gradient excision; `[B, ...]`.
+
+    Args:
+        student_logits, teacher_logits: `[..., V]`.
+        loo_logits: `[B, ..., V]`.
+        measure: half the L1 norm, as the authors' code has it, or the influence energy E_j, the squared L2 norm
+            (eq. fire_gradient_energies).
+    """
     z = finite_logits(student_logits)
     p, top = softmax(z), z.argmax(-1, keepdim=True)
     q_c = floored(teacher_logits, log_prob_floor)
-    ratios = (log_ratio(floored(view, log_prob_floor), q_c, top) for view in loo_logits)
-    return torch.stack([centred(p, ratio).abs().sum(-1) / 2 for ratio in ratios])
+    changes = (centred(p, log_ratio(floored(view, log_prob_floor), q_c, top)) for view in loo_logits)
+    return torch.stack([(d.abs() / 2 if measure == "half_l1" else d.square()).sum(-1) for d in changes])
 
 
 @torch.no_grad()
 def excised_target(
-    student_logits: Tensor, teacher_logits: Tensor, loo_logits: Tensor, mask: Tensor, *, log_prob_floor: float | None = None
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    loo_logits: Tensor,
+    mask: Tensor,
+    *,
+    log_prob_floor: float | None = None,
+    measure: Influence = "half_l1",
 ) -> tuple[Tensor, Tensor]:
     """Hard gradient excision: the teacher without the field that changes the induced gradient most over the response.
 
@@ -199,6 +220,7 @@ def excised_target(
         loo_logits: `[B, ..., T, V]`.
         mask: `[..., T]`, true at response tokens.
         log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
+        measure: of the change, see `field_influence`.
 
     Returns:
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
@@ -209,7 +231,7 @@ def excised_target(
             f"teacher_logits {tuple(teacher_logits.shape)}, loo_logits {tuple(loo_logits.shape)} and mask {tuple(mask.shape)} "
             "do not fit: expected [..., T, V], [B, ..., T, V] with B >= 1 and [..., T]"
         )
-    influence = half_l1_influence(student_logits, teacher_logits, loo_logits, log_prob_floor)
+    influence = field_influence(student_logits, teacher_logits, loo_logits, log_prob_floor, measure)
     mask = mask.bool()
     mean_influence = influence.where(mask, 0.0).sum(-1) / mask.sum(-1).clamp(min=1)
     removed = mean_influence.argmax(0)
@@ -305,9 +327,22 @@ class NoProjection(Fire):
     projection = False
 
 
+@register("routing")
+class Routing(Fire):
+    """The full teacher as it is on wrong responses; what is left of FIRE without attribution and projection."""
+
+    attribution = projection = False
+
+
 @register("hard_gradient_excision")
+@dataclass
 class HardGradientExcision(Fire):
     """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
+
+    influence: Influence = setting(
+        "half_l1",
+        "What the removed field has the largest token mean of: half_l1 (the authors' code) or energy (the paper's E_j).",
+    )
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         loss, metrics = super().loss(batch.correct)
@@ -324,7 +359,7 @@ class HardGradientExcision(Fire):
 
         def influence(student_logits: Tensor, chunk: slice) -> Tensor:
             loo_logits = torch.stack([head(view.hidden[chunk]) for view in without])
-            return half_l1_influence(student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor)
+            return field_influence(student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor, self.influence)
 
         target = full
         if names:

@@ -9,13 +9,24 @@ from firedistill.files import written_at_once
 from firedistill.report.figures import write_figures
 from firedistill.report.groups import Study, read_study
 from firedistill.report.page import write_page
-from firedistill.report.tables import accuracy_tables, csv_text, latex, markdown, markdown_text, overview, overview_markdown
+from firedistill.report.paired import HEADER, paired_differences, row, sentences
+from firedistill.report.tables import (
+    accuracy_tables,
+    csv_text,
+    latex,
+    markdown,
+    markdown_text,
+    overview,
+    overview_markdown,
+    pipe_table,
+)
 
 
 def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study, list[Path]]:
     """Report on run directories and suites.
 
-    Writes `index.html`, `tables/*.md`, `tables/*.tex`, `tables/accuracy.csv`, `figures/*.svg` and `figures/*.png` into the folder.
+    Writes `index.html`, `tables/*.md`, `tables/*.tex`, `tables/accuracy.csv`, `figures/*.svg` and `figures/*.png` into the folder;
+    `tables/differences.md` where runs have answered the same held-out problems.
 
     Returns:
         The study, and the paths of the written files.
@@ -33,8 +44,12 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         texts[f"{table.name}.tex"] = latex(table)
     if tables:
         texts["accuracy.csv"] = csv_text(tables)
+    differences = paired_differences(study)
+    if differences:
+        compared = pipe_table(HEADER, [[markdown_text(cell) for cell in row(d)] for d in differences], "---")
+        texts["differences.md"] = compared + "\n" + "".join(f"- {markdown_text(text)}\n" for text in sentences(differences))
     figures = write_figures(study, folder / "figures")
-    page = write_page(study, tables, folder / "index.html")
+    page = write_page(study, tables, folder / "index.html", differences)
     notes = "".join(f"- {markdown_text(note)}\n" for note in study.notes)
     texts["overview.md"] = overview_markdown(overview(study)) + (f"\n{notes}" if notes else "")
     for name, text in texts.items():

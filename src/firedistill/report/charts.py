@@ -10,7 +10,8 @@ import pandas as pd
 from numpy import ndarray
 
 from firedistill.report.groups import Group
-from firedistill.report.read import Run, running_mean
+from firedistill.report.log import METRICS, NAMED
+from firedistill.report.read import Run, running_mean, shown
 
 # A curve of more than MOST_POINTS points is drawn by the lowest and the highest one in each of STRETCHES stretches of equal length.
 STRETCHES = 500
@@ -80,9 +81,9 @@ def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
     return Curve.average(frame[frame.index <= min(run.step for run in runs)], extremes=True)
 
 
-def evaluation_curve(runs: Sequence[Run]) -> Curve:
-    """Held-out accuracy over the steps at which all runs were evaluated: mean and sample standard deviation."""
-    columns = [series(*run.evaluations.column("accuracy")) for run in runs]
+def evaluation_curve(runs: Sequence[Run], key: str = "accuracy") -> Curve:
+    """A column of `evals.jsonl` over the steps at which all runs were evaluated: mean and sample standard deviation."""
+    columns = [series(*run.evaluations.column(key)) for run in runs]
     return Curve.average(pd.concat(columns, axis=1, join="inner").sort_index())
 
 
@@ -118,7 +119,7 @@ class Chart:
     """A kind of curve that figures and page draw for every group of a setting.
 
     Attributes:
-        y, x: columns of `metrics.jsonl`, or of `evals.jsonl` where y is "accuracy".
+        y, x: columns of `metrics.jsonl`, or of `evals.jsonl` where y is not among those of the former.
         x_unit: the x axis shows x divided by it.
         y_factor: the y axis shows y multiplied by it, 100 for percentages.
         window: optimizer steps in the running mean that is drawn, for columns that are noisy from step to step.
@@ -138,7 +139,12 @@ class Chart:
     @property
     def over_steps(self) -> bool:
         """Whether the chart shows a column of `metrics.jsonl`."""
-        return self.y != "accuracy"
+        return self.y in METRICS
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether every point is an evaluation; accuracy over tokens and time is interpolated."""
+        return not self.over_steps and self.x == "step"
 
     @property
     def spread(self) -> str:
@@ -159,10 +165,14 @@ class Chart:
         if self.over_steps:
             curve = step_curve(runs, self.y, self.window)
         else:
-            curve = evaluation_curve(runs) if self.x == "step" else interpolated_curve(runs, self.x)
+            curve = evaluation_curve(runs, self.y) if self.x == "step" else interpolated_curve(runs, self.x)
         x = [value / self.x_unit for value in curve.x]
         mean, low, high = ([self.y_factor * value for value in side] for side in (curve.mean, curve.low, curve.high))
         return Curve(x, mean, low, high, of=curve.of)
+
+    def measured(self, run: Run) -> bool:
+        """Whether a run has values of y."""
+        return len((run.metrics if self.over_steps else run.evaluations).column(self.y)[1]) > 0
 
     def points(self, run: Run) -> Curve:
         """The values of one run, in the units of the chart; low and high equal them."""
@@ -201,3 +211,43 @@ CHARTS = [
         y_factor=100.0,
     ),
 ]
+
+# Drawn where a run has measured them (`policy_kl_every`, `policy_step_radius`, `eval_samples`).
+MEASURES = [
+    Chart("policy-kl", "Change of the policy by a step", "KL(before || after), nats per token", "policy_kl", logarithmic=True),
+    Chart(
+        "policy-kl-max",
+        "Largest change of the policy at a token",
+        "KL(before || after), nats",
+        "policy_kl_max",
+        logarithmic=True,
+    ),
+    Chart(
+        "weight-step",
+        "Relative step of the trained weights",
+        "norm of the step / norm",
+        "weight_step_relative",
+        logarithmic=True,
+    ),
+    Chart("policy-step-share", "Share of the update that is kept", "share", "policy_step_share"),
+    Chart("sampled-accuracy", "Held-out accuracy, sampled", "accuracy (%)", "sampled_accuracy", y_factor=100.0),
+    Chart("sampled-entropy", "Entropy of held-out samples", "entropy (nats)", "sampled_entropy", logarithmic=True),
+    Chart("distinct-answers", "Different answers to a held-out problem", "answers", "distinct_answers"),
+    Chart("sampled-length", "Length of held-out samples", "tokens per response", "sampled_length"),
+]
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """The charts of these runs: those that every report has, the measures that a run has, its pass@k and its further tasks."""
+    named = dict.fromkeys(name for run in runs for name in run.evaluations.columns if name.startswith(NAMED[1:]))
+    charts = [*CHARTS, *MEASURES]
+    for number, name in enumerate(sorted(name for name in named if not name.endswith("_stderr"))):
+        what = name.removeprefix("also_")
+        pass_at = f"Held-out problems solved by one of {name.removeprefix('pass_at_')} samples"
+        title = f"Held-out accuracy on {shown(what)}" if name.startswith("also_") else shown(pass_at)
+        charts.append(Chart(f"evaluation-{number}-{file_part(what)}", title, "accuracy (%)", name, y_factor=100.0))
+    return [chart for chart in charts if chart in CHARTS or any(chart.measured(run) for run in runs)]
+
+
+def file_part(text: str) -> str:
+    return "".join(c if c.isascii() and c.isalnum() else "-" for c in text)[:40]

@@ -13,13 +13,15 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from firedistill.files import written_at_once
-from firedistill.report.charts import CHARTS, Chart, Curve, rate_curve
+from firedistill.report.charts import Chart, Curve, charts_of, rate_curve
 from firedistill.report.groups import Group, Study
 from firedistill.terminal import shortened
 
 Curves = Sequence[tuple[Group, Curve]]
 # The charts that are also drawn at every learning rate.
-SWEPT = ("gradient-norm", "sampled-answers")
+SWEPT = ("gradient-norm", "sampled-answers", "policy-kl")
+# Methods that a chart leaves out, as the paper does.
+LEFT_OUT = {"gradient-norm": ("on_policy_sft",)}
 
 
 def write_figures(study: Study, folder: Path) -> list[Path]:
@@ -28,9 +30,10 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
     A figure that cannot be drawn, because it has too many panels for instance, is noted in the study and left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {chart.name: method_figure(study, chart) for chart in CHARTS}
+    charts = charts_of(study.runs)
+    figures = {chart.name: method_figure(study, chart) for chart in charts}
     figures["learning-rates"] = rate_figure(study)
-    figures |= {f"learning-rates-{chart.name}": rate_step_figure(study, chart) for chart in CHARTS if chart.name in SWEPT}
+    figures |= {f"learning-rates-{chart.name}": rate_step_figure(study, chart) for chart in charts if chart.name in SWEPT}
     written = []
     # Without a date and with fixed ids, the same runs give the same file.
     with matplotlib.rc_context({"svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
@@ -49,14 +52,29 @@ def write_figures(study: Study, folder: Path) -> list[Path]:
 
 def method_figure(study: Study, chart: Chart) -> Figure | None:
     """A chart with a panel per setting and a line per compared group; None without data."""
-    panels = [(s.title, [(group, chart.curve(group.runs)) for group in s.compared]) for s in study.settings if s.compared]
+    panels = [
+        (s.title, [(g, chart.curve(g.runs)) for g in drawn_groups(s.compared, chart)]) for s in study.settings if s.compared
+    ]
 
     def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, group.label, group.colour, group.broken)
 
-    title = f"{chart.title}\n{chart.caption(curve for _, curves in panels for _, curve in curves)}"
+    title = f"{chart.title}\n{chart.caption(curve for _, curves in panels for _, curve in curves)}{remarks(study, chart)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
+
+
+def drawn_groups(groups: Sequence[Group], chart: Chart) -> list[Group]:
+    return [group for group in groups if group.method not in LEFT_OUT.get(chart.name, ())]
+
+
+def remarks(study: Study, chart: Chart) -> str:
+    """What a reader of the chart must know about the runs."""
+    left_out = {g.title for _, g in study.groups if g.method in LEFT_OUT.get(chart.name, ())}
+    text = f"; without {', '.join(sorted(left_out))}, as in the paper" if left_out else ""
+    if chart.x == "cumulative_train_seconds" and any(run.shared for run in study.runs):
+        text += "; some runs shared their machine: times are not comparable"
+    return text
 
 
 def rate_figure(study: Study) -> Figure | None:
@@ -87,7 +105,7 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
     """A chart with a panel per setting and method and a line per learning rate; None without data."""
     panels = []
     for setting in study.settings:
-        for group in setting.compared:
+        for group in drawn_groups(setting.compared, chart):
             if len(sweep := setting.sweep(group)) > 1:
                 panels.append((f"{setting.title}, {group.label}", [(g, chart.curve(g.runs)) for g in sweep]))
     colours = rate_colours([group.factor for _, curves in panels for group, _ in curves])
@@ -154,7 +172,7 @@ def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, 
     mean, low, high = curve.mean, curve.low, curve.high
     if chart.logarithmic:  # a step without a gradient has norm 0, which a logarithmic axis cannot show
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
-    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.name == "accuracy" else {}
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.evaluated else {}
     axes.plot(curve.x, mean, "--" if broken else "-", color=colour, linewidth=1.4, label=literal(label), **marker)
     if low != high:
         axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)

@@ -6,11 +6,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firedistill.config import effect
+from firedistill.config import SelfDistillConfig, effect
 from firedistill.report.read import Run, read_runs, shown
 
 Item = TypeVar("Item")
@@ -26,6 +26,10 @@ METHODS = {
     "srpo": ("SRPO", "#4a9e3d", False),
     "demopsd": ("DemoPSD", "#d9559f", False),
     "scope": ("SCOPE", "#16a3cf", False),
+    "negative_advantage": ("Negative Advantage", "#6b6f76", True),
+    "rlcsd": ("RLCSD", "#7a5c99", True),
+    "sdpg": ("SDPG", "#2f7f6f", True),
+    "routing": ("Routing Alone", "#caa24a", True),
     "no_attribution": ("No Attribution", "#f08a3c", True),
     "no_projection": ("No Projection", "#b3544f", True),
     "hard_gradient_excision": ("Hard Gradient Excision", "#8b8f3a", True),
@@ -43,6 +47,10 @@ TASKS = {
 }
 
 
+AUTHORS_OFFSET = 10_000  # of the seed of the held-out subset from the training seed, in the authors' protocol
+DEFAULTS = {f.name: f.default for f in fields(SelfDistillConfig) if f.init and f.default is not MISSING}
+
+
 def makes_a_difference(name: str) -> bool:
     """Whether runs with different values of a setting are different experiments, which are not averaged."""
     return name != "seed" and effect(name) in ("result", "place")
@@ -50,7 +58,7 @@ def makes_a_difference(name: str) -> bool:
 
 @dataclass
 class Group:
-    """Runs that differ only in their seed.
+    """Runs that differ only in their seed, and in that of their held-out problems if it is the training seed + 10000.
 
     Attributes:
         factor: the learning rate relative to the comparison's; 1 for the groups that are compared.
@@ -167,7 +175,9 @@ def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, li
 
 def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     """Group the runs of one setting, in the order of the paper's tables; adds a note for each excluded run."""
-    reference = reference_rate(runs)
+    # Rates of different optimizers are no multiples of each other.
+    by_optimizer = partition(runs, lambda run: str(run.config.get("optim")))
+    references = {optimizer: reference_rate(members) for optimizer, members in by_optimizer.items()}
     groups = []
     for method, members in partition(runs, lambda run: run.method).items():
         for values, part in split_by_settings(members):
@@ -176,7 +186,7 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
                 if run.seed in by_seed:
                     notes.append(f"{run.name} is excluded: {by_seed[run.seed].name} has the same settings and the same seed.")
                 by_seed.setdefault(run.seed, run)
-            rate = part[0].learning_rate
+            rate, reference = part[0].learning_rate, references[str(part[0].config.get("optim"))]
             factor = 1.0 if math.isclose(rate, reference) else rate / reference
             groups.append(Group(method, [by_seed[seed] for seed in sorted(by_seed)], rate, factor, described(values)))
     groups.sort(key=lambda group: (*group.order, group.learning_rate))
@@ -198,7 +208,7 @@ def reference_rate(runs: Sequence[Run]) -> float:
 
 def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Split the runs of one method wherever their settings differ; each part comes with its values of those settings."""
-    settings = [compared_settings(run.config) for run in runs]
+    settings = [compared_settings(DEFAULTS | run.config) for run in runs]
     names = dict.fromkeys(name for of_run in settings for name in of_run)
     differing = [name for name in names if len({repr(of_run.get(name)) for of_run in settings}) > 1]
     parts: dict[str, tuple[dict[str, Any], list[Run]]] = {}
@@ -215,6 +225,8 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if makes_a_difference(name) and value not in (None, {}, [])
     }
+    if settings.get("eval_subset_seed") == config.get("seed", 0) + AUTHORS_OFFSET:
+        settings["eval_subset_seed"] = f"seed + {AUTHORS_OFFSET}"
     # How a step is cut into micro-batches changes memory, not the result.
     sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return settings | {"prompts_per_step": sizes[0] * sizes[1]}

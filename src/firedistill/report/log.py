@@ -15,14 +15,19 @@ from numpy import ndarray
 from firedistill.run.log import iterate_jsonl
 from firedistill.terminal import shortened, visible
 
-# The columns of `metrics.jsonl` and of `evals.jsonl` that reports show; of the latter also those of categories, named accuracy_*.
+# The columns of `metrics.jsonl` and of `evals.jsonl` that reports show; of the latter also those whose names begin with one of NAMED:
+# categories, pass@k and further tasks.
 CUMULATIVE = ("cumulative_generated_tokens", "cumulative_train_seconds")
 METRICS = (
     *("step", "loss", "grad_norm", "correct_rate", "entropy", "response_length", "truncated_rate", "generated_tokens"),
-    *("chi_active", *CUMULATIVE),
+    *("chi_active", "policy_kl", "policy_kl_max", "weight_step_relative", "policy_step_share", *CUMULATIVE),
 )
-EVALUATIONS = ("step", "n", "accuracy", "stderr", *CUMULATIVE)
-MOST_CATEGORIES = 100
+EVALUATIONS = (
+    *("step", "n", "accuracy", "stderr", "sampled_accuracy", "sampled_entropy", "distinct_answers", "sampled_length"),
+    *CUMULATIVE,
+)
+NAMED = ("accuracy_", "pass_at_", "also_")
+MOST_NAMED = 100
 ABSENT = -math.inf  # in place of a number that a row does not have; NaN is one that is undefined
 # Magnitude from which a number counts as infinite: no drawing can show it, and no sum of it stays finite.
 LARGEST = 1e100
@@ -45,20 +50,20 @@ class Log:
         Of a step with several rows, the last row counts. Values that are not numbers are left out.
 
         Args:
-            names: of the columns. If `accuracy` is among them, so are those of categories, which begin with `accuracy_`.
+            names: of the columns. If `accuracy` is among them, so are those that begin with one of NAMED.
             notes: receives what was left out, in words.
         """
         notes = [] if notes is None else notes
         columns = {name: array("d") for name in names}
-        with_categories, known, strange = "accuracy" in columns, set(columns), Counter[tuple[str, str]]()
+        with_named, known, strange = "accuracy" in columns, set(columns), Counter[tuple[str, str]]()
         for count, row in enumerate(rows):
-            if with_categories and not row.keys() <= known:
+            if with_named and not row.keys() <= known:
                 for name in row.keys() - known:
                     known.add(name)
-                    if name.startswith("accuracy_") and len(columns) < len(EVALUATIONS) + MOST_CATEGORIES:
+                    if name.startswith(NAMED) and len(columns) < len(EVALUATIONS) + MOST_NAMED:
                         columns[name] = array("d", [ABSENT]) * count
-                    elif name.startswith("accuracy_"):
-                        strange["column", f"beyond the first {MOST_CATEGORIES} of categories"] += 1
+                    elif name.startswith(NAMED):
+                        strange["column", f"beyond the first {MOST_NAMED} of categories, pass@k and further tasks"] += 1
             for name, values in columns.items():
                 value = row.get(name, ABSENT)
                 if value.__class__ is not float:

@@ -22,14 +22,15 @@ from jinja2.utils import htmlsafe_json_dumps
 from firedistill import __version__
 from firedistill.files import written_at_once
 from firedistill.report import collapse
-from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, rate_curve
+from firedistill.report.charts import CHARTS, MEASURES, THINNED, Chart, charts_of, rate_curve
 from firedistill.report.groups import Group, Setting, Study
+from firedistill.report.paired import HEADER, Difference, row
 from firedistill.report.read import Run
 from firedistill.report.tables import AccuracyTable, overview
 from firedistill.terminal import shortened, visible
 
 # The chart on which the page marks an event, by the column that shows it.
-CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed(CHARTS)} | {"truncated_rate": "response-length"}
+CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed([*CHARTS, *MEASURES])} | {"truncated_rate": "response-length"}
 # Bytes of attribution files on a page.
 MOST_ATTRIBUTIONS = 32 * 2**20
 # What reading a file of nonsense raises.
@@ -38,14 +39,15 @@ NUMBERS_OF_TOKEN = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"]
 NUMBERS_OF_FIELD = ["alpha", "energy"]
 
 
-def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Path:
+def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differences: Sequence[Difference] = ()) -> Path:
     """Write the page of a study. Attribution files that cannot be read are noted in the study and left out."""
     attributions = all_attributions(study)
+    drawn = charts_of(study.runs)
     settings = [
-        {"title": setting.title, "groups": [group_data(setting, group) for group in setting.groups]}
+        {"title": setting.title, "groups": [group_data(setting, group, drawn) for group in setting.groups]}
         for setting in study.settings
     ]
-    data = {"charts": charts(study), "settings": settings, "attributions": attributions, "thinned": THINNED}
+    data = {"charts": charts(study, drawn), "settings": settings, "attributions": attributions, "thinned": THINNED}
     folder = resources.files("firedistill.report")
     style, script, template = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -58,6 +60,7 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path) -> Pat
         notes=study.notes,
         overview=overview(study),
         tables=tables,
+        differences={"header": HEADER, "rows": [row(difference) for difference in differences]},
         events=[(s, group, run, event) for s, group in study.groups for run in group.runs for event in run.events],
         rules=rules(),
         attributions=len(attributions),
@@ -94,12 +97,13 @@ def rules() -> list[str]:
 # ---- What the script draws -------------------------------------------------------------------------------------------------
 
 
-def charts(study: Study) -> list[dict[str, Any]]:
+def charts(study: Study, drawn: Sequence[Chart]) -> list[dict[str, Any]]:
     """What the script needs to know of every chart."""
+    shared = " (some runs shared their machine)" if any(run.shared for run in study.runs) else ""
     described: list[dict[str, Any]] = [
         {
             "name": chart.name,
-            "title": chart.title,
+            "title": chart.title + (shared if chart.x == "cumulative_train_seconds" else ""),
             "x": chart.x_title,
             "y": chart.y_title,
             "log": chart.logarithmic,
@@ -107,7 +111,7 @@ def charts(study: Study) -> list[dict[str, Any]]:
             "window": chart.window,
             "steps": chart.over_steps,
         }
-        for chart in CHARTS
+        for chart in drawn
     ]
     if any(group.factor != 1 for _, group in study.groups):
         rates = {"name": "learning-rates", "title": "Learning rates", "x": "peak learning rate", "y": "final accuracy (%)"}
@@ -115,8 +119,8 @@ def charts(study: Study) -> list[dict[str, Any]]:
     return described
 
 
-def group_data(setting: Setting, group: Group) -> dict[str, Any]:
-    curves = {chart.name: vars(chart.curve(group.runs)) for chart in CHARTS}
+def group_data(setting: Setting, group: Group, drawn: Sequence[Chart]) -> dict[str, Any]:
+    curves = {chart.name: vars(chart.curve(group.runs)) for chart in drawn}
     if group.factor == 1 and len(sweep := setting.sweep(group)) > 1:
         curves["learning-rates"] = vars(rate_curve(sweep))
     return {
@@ -125,24 +129,21 @@ def group_data(setting: Setting, group: Group) -> dict[str, Any]:
         "broken": group.broken,
         "compared": group.factor == 1,
         "curves": curves,
-        "runs": [run_data(run) for run in group.runs],
+        "runs": [run_data(run, drawn) for run in group.runs],
     }
 
 
-def run_data(run: Run) -> dict[str, Any]:
+def run_data(run: Run, drawn: Sequence[Chart]) -> dict[str, Any]:
+    curves = [(chart, chart.points(run)) for chart in drawn]
     return {
         "name": run.name,
         "seed": run.seed,
-        "points": {chart.name: {"x": points.x, "mean": points.mean, "of": points.of} for chart, points in points_of(run)},
+        "points": {chart.name: {"x": points.x, "mean": points.mean, "of": points.of} for chart, points in curves},
         "events": [
             {"chart": CHART_OF_COLUMN[event.key], "step": event.step, "rule": event.rule, "text": event.text}
             for event in run.events
         ],
     }
-
-
-def points_of(run: Run) -> list[tuple[Chart, Curve]]:
-    return [(chart, chart.points(run)) for chart in CHARTS]
 
 
 # ---- Attribution -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Run:
         config: the settings in `config.yaml`.
         metrics, evaluations: the columns of `metrics.jsonl` and of `evals.jsonl`.
         variant: the learning-rate variant that a suite gives the run, "" for the comparison; None outside of suites.
+        shared: whether another run of its suite was active on the same machine at the same time.
         notes: what was left out of its files.
 
     Raises:
@@ -49,6 +50,7 @@ class Run:
     evaluations: Log
     variant: str | None = None
     notes: list[str] = field(default_factory=list)
+    shared: bool = False
 
     def __post_init__(self) -> None:
         self.name = shown(self.name)
@@ -168,15 +170,43 @@ def read_suite(folder: Path) -> tuple[list[Run], str, list[str]]:
     done = all(state.name == "done" for state in states.values())
     notes = [] if done else [f"Suite {shown(plan.suite)}: {summary(plan, states)}."]
     notes += [f"{shown(name)} has failed: {shown(state.note)}." for name, state in states.items() if state.name == "failed"]
-    runs = []
+    runs, shared = [], at_the_same_time({run.id: suite.record(run) for run in plan.runs})
+    if shared:
+        notes.append(
+            f"Suite {shown(plan.suite)}: {len(shared)} runs shared their machine with others, so training times are not comparable."
+        )
     for planned in plan.runs:
         place = suite.run_folder(planned)
         if planned.command == "train" and place.is_dir():
             try:
                 runs.append(read_run(place, planned.id, planned.variant))
+                runs[-1].shared = planned.id in shared
             except UNREADABLE as error:
                 notes.append(left_out(planned.id, error))
     return runs, plan.title, notes
+
+
+def at_the_same_time(records: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The runs whose last attempts overlapped with those of others on the same host.
+
+    Args:
+        records: what a suite has stored about each run.
+    """
+    intervals = sorted(
+        (record["host"], record["since"], record["since"] + record["seconds"], name)
+        for name, record in records.items()
+        if {"host", "since", "seconds"} <= record.keys()
+    )
+    found: set[str] = set()
+    latest: tuple[Any, ...] | None = None  # of those before, the one that ends last
+    for interval in intervals:
+        if latest is None or latest[0] != interval[0]:
+            latest = interval
+            continue
+        if interval[1] < latest[2] - 1.0:
+            found |= {latest[3], interval[3]}
+        latest = max(latest, interval, key=lambda i: i[2])
+    return found
 
 
 def read_run(folder: Path, name: str | None = None, variant: str | None = None) -> Run:

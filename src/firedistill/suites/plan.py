@@ -17,7 +17,8 @@ from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.files import written_at_once
 from firedistill.terminal import shortened, visible
 
-BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors", "warmstart"}
+BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors", "warmstart", "label", "subset_per_seed"}
+SUBSET_OFFSET = 10_000  # the authors' held-out subset of a seed has the seed plus this; reports average such runs
 LISTS = ["recipes", "methods", "seeds", "learning_rate_factors"]
 MOST_RUNS = 10_000
 # The options for all runs that also apply to a shared warm start: where things are, not how long to train.
@@ -33,7 +34,8 @@ class PlannedRun:
         command: "train" or "warmstart".
         settings: options that override the recipe, as on the command line.
         model, task, method, seed, learning_rate, max_steps: the values that recipe and settings resolve to.
-        variant: what distinguishes it besides method and seed, such as "2x" for the learning rate; usually empty.
+        variant: what distinguishes it besides method and seed, such as "2x" for the learning rate, after the block's label if it
+            has one; usually empty.
         needs: id of the warm start whose adapter the run starts from.
 
     Raises:
@@ -160,6 +162,11 @@ def runs_of(
     own = block.get("settings") or {}
     if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
         raise ValueError(f"{name}: settings are {shortened(repr(own))}; expected a mapping of options to values")
+    label = str(block.get("label") or "")
+    if not isinstance(per_seed := block.get("subset_per_seed", False), bool):
+        raise ValueError(f"{name}: subset_per_seed is {shortened(repr(per_seed))}; expected true or false")
+    if per_seed and "eval_subset_seed" in {**own, **options}:
+        raise ValueError(f"{name}: subset_per_seed sets eval_subset_seed, which is given too: leave one of them out")
     needs = None
     if block.get("warmstart") and methods:
         recipe = recipe_of(str(block["warmstart"]), folder)
@@ -168,13 +175,16 @@ def runs_of(
     for recipe in [recipe_of(str(r), folder) for r in listed(block, "recipes", name)]:
         for seed, method, factor in product(chosen_seeds, methods, factors):
             settings = {**own, **options, "method": method, "seed": seed}
-            variant = "" if factor == 1 else f"{factor:g}x"
-            if variant:
+            if per_seed:
+                settings["eval_subset_seed"] = seed + SUBSET_OFFSET
+            rate = "" if factor == 1 else f"{factor:g}x"
+            if rate:
                 # A sweep keeps the nominal rate; where none is set, it is the peak rate of factor 1.
                 base = resolved("train", recipe, settings)
                 settings["learning_rate"] = base.learning_rate * factor
                 settings["nominal_learning_rate"] = base.nominal_learning_rate or base.learning_rate
-            parts = [short(recipe), method.replace(":", "-"), f"lr{variant}" if variant else "", f"seed{seed}"]
+            parts = [short(recipe), method.replace(":", "-"), label, f"lr{rate}" if rate else "", f"seed{seed}"]
+            variant = " ".join(filter(None, [label, rate]))
             yield planned("-".join(filter(None, parts)), "train", recipe, settings, variant, needs)
 
 

@@ -29,6 +29,7 @@ def load_task(name: str) -> Task:
             - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
             - `functions` or `functions:<level>`: generated programming problems with tests that need no download;
             - `code:<file>`, or `code` with `data_dir`: your own programming problems with tests;
+            - `planted:<kind>:<rate>:<task>`: a task with wrong feedback about a share of its problems (`Planted`);
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
             - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
 
@@ -55,6 +56,10 @@ def load_task(name: str) -> Task:
         from firedistill.tasks.code import CodeTask
 
         return CodeTask(rest or None)
+    if prefix == "planted" and rest:
+        from firedistill.tasks.planted import planted_task
+
+        return planted_task(rest, load_task)
     if prefix == "gym" and rest:
         from firedistill.tasks.gym import GymTask
 

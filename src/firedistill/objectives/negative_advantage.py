@@ -1,0 +1,84 @@
+"""A negative advantage on the student's own unlikely tokens (arXiv 2608.31046): no teacher, no verdict, no feedback.
+
+The paper finds that on-policy distillation works largely by suppressing the tokens that the student found unlikely when it sampled
+them, and that one fixed negative advantage on these tokens does as well as the teacher's log-ratios. A method with a teacher should do
+better than this control.
+
+    L = - E[ 1/|S| sum_{i in S} A_i log p(y_i) ]          S: the share of a response's tokens with the lowest log p
+    A_i = a - delta/4 r_i,   r_i = 2 (H_i - H_min) / (H_max - H_min) - 1        over S (eq. 4); delta = 0: A_i = a
+
+The defaults are the fixed control of its section 3.2: the lowest 20 %, a = -0.5. `advantage: -0.75` with `delta: 1` is the paper's own
+method, On-Policy Self-Adaptation (eq. 5). Where all entropies in S are equal, r_i is 0. The mean is over all responses of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from firedistill.metrics import Metrics
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, map_tokens, token_log_probs
+from firedistill.objectives.distributions import entropy
+from firedistill.objectives.registry import register
+from firedistill.rollout import Rollout
+
+
+def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, advantage: float, delta: float) -> Tensor:
+    """The advantage of every token of one response, 0 outside of S; `[T]`, detached.
+
+    Args:
+        log_probs: `[T]`, of the sampled tokens.
+        entropies: `[T]`, of the distributions they were sampled from, in nats.
+        share: of the tokens in S, rounded up.
+        advantage: a.
+        delta: how much more negative tokens of high entropy are.
+    """
+    log_probs, entropies = log_probs.detach(), entropies.detach()
+    chosen = log_probs.argsort(stable=True)[: math.ceil(share * len(log_probs))]
+    advantages = torch.zeros_like(log_probs)
+    if len(chosen):
+        low, high = entropies[chosen].min(), entropies[chosen].max()
+        relative = 2 * (entropies[chosen] - low) / (high - low) - 1 if high > low else torch.zeros_like(entropies[chosen])
+        advantages[chosen] = advantage - delta / 4 * relative
+    return advantages
+
+
+@register("negative_advantage")
+@dataclass
+class NegativeAdvantage(Objective):
+    """Suppress the least likely sampled tokens of every response."""
+
+    share: float = setting(0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.")
+    advantage: float = setting(-0.5, "Their advantage.")
+    delta: float = setting(0.0, "1 makes the advantage more negative where the entropy is high; 0 keeps it fixed.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share}; expected a share of the tokens, above 0 and at most 1")
+        if not (-math.inf < self.advantage < 0 and math.isfinite(self.delta)):
+            raise ValueError(f"advantage is {self.advantage} and delta {self.delta}; expected a negative and a finite number")
+
+    def needs_teacher(self, rollout: Rollout) -> bool:
+        return False
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, token_ids = Metrics(), batch.token_ids()
+
+        def log_prob_and_entropy(logits: Tensor, chunk: slice) -> Tensor:
+            return torch.stack([token_log_probs(logits, token_ids[chunk]), entropy(logits)])
+
+        found = map_tokens(batch.head, batch.student, log_prob_and_entropy)
+        parts = [negative_advantages(log_p, h, self.share, self.advantage, self.delta) for log_p, h in found]
+        weights = [part / max(int((part != 0).sum()), 1) for part in parts]
+        for (log_probs, entropies), part in zip(found, parts, strict=True):
+            metrics.mean(entropy=entropies, negative_advantage=part[part != 0], negative_log_prob=log_probs[part != 0])
+
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
+            return -token_log_probs(student_logits, token_ids[chunk])
+
+        return batch.token_loss(batch.per_token(weights) / batch.responses, token_loss), metrics

@@ -1,0 +1,150 @@
+"""RLCSD (Pan et al., arXiv 2606.11709): the gap under a right hint minus the gap under wrong ones modulates a group advantage.
+
+A teacher that sees a solution also writes differently: shorter, surer. What a right and a wrong hint in the same wording have in common
+cancels in their difference, and what is left says which tokens carry the solution.
+
+    e_t = log q(y_t | right hint) - log( 1/K sum_k q(y_t | wrong hint k) )                              (eq. 7)
+    A = (R - mean) / std within the group;   r_t = lambda tanh(e_t / tau);   m_t = 1[ |r_t| > delta ]
+    A~_t = max(0, A + r_t) where A > 0, min(0, A + r_t) where A < 0                  the verifier keeps the direction
+    J_i = mean over m = 0 of clip(A) + eta * mean over m = 1 of clip(A~)             an empty side is left out (eq. 15)
+    L = - 1/(B G) sum_i J_i
+
+The right hint is the gold solution if the example has one, else another correct response of the group; the wrong hints are up to K
+other wrong responses of the group. Groups without both kinds of responses are left out. A response for which a hint is missing, or
+whose teacher prompt is longer than the model's positions, is trained with A alone. Here the teacher is the EMA (theirs: a copy taken
+every 10 steps), the hint is one feedback field, and the group has 4 responses (theirs: 8). With one update per batch the ratio is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from firedistill.metrics import Metrics
+from firedistill.models.states import unwrap
+from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.batches import MicroBatch, Step, sampled_log_probs, token_log_probs
+from firedistill.objectives.distributions import entropy
+from firedistill.objectives.registry import register
+from firedistill.objectives.srpo import group_advantages
+from firedistill.objectives.top_d import clipped_surrogate
+from firedistill.rollout import Rollout
+from firedistill.tasks import FeedbackField
+
+
+def contrast(right: Tensor, wrong: Sequence[Tensor]) -> Tensor:
+    """`log q(y | right) - log mean_k q(y | wrong_k)` of log-probabilities `[T]`; `[T]`."""
+    return right - (torch.logsumexp(torch.stack(list(wrong)), dim=0) - math.log(len(wrong)))
+
+
+def modulated(advantage: float, gap: Tensor, strength: float, temperature: float, threshold: float) -> tuple[Tensor, Tensor]:
+    """The advantage of every token, and whether it is a modulated one; `[T]`, `[T]` bool.
+
+    Args:
+        advantage: A of the response, not 0.
+        gap: `[T]`, e_t.
+    """
+    shift = strength * torch.tanh(gap / temperature)
+    mask = shift.abs() > threshold
+    shifted = (advantage + shift).clamp(min=0.0) if advantage > 0 else (advantage + shift).clamp(max=0.0)
+    return torch.where(mask, shifted, torch.full_like(shift, advantage)), mask
+
+
+def two_path_weights(mask: Tensor, eta: float) -> Tensor:
+    """The weight of every token: the mean over the unmodulated ones plus `eta` times the mean over the modulated ones; `[T]`."""
+    count = int(mask.sum())
+    weights = torch.full(mask.shape, 1.0 / max(len(mask) - count, 1), dtype=torch.float64)
+    weights[mask] = eta / max(count, 1)
+    return weights
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Advantages and weights of the tokens of a response; `[T]` each."""
+
+    advantages: Tensor
+    weights: Tensor
+
+
+@register("rlcsd")
+@dataclass
+class RLCSD(Objective):
+    """A group-relative policy gradient whose tokens are modulated by right-hint minus wrong-hint."""
+
+    group_size: int = setting(4, "Responses sampled per prompt.")
+    wrong_hints: int = setting(4, "The most wrong responses of the group that serve as wrong hints.")
+    strength: float = setting(0.5, "Largest modulation of the advantage.")
+    temperature: float = setting(0.02, "Gap in nats at which the modulation saturates.")
+    threshold: float = setting(0.02, "Smallest modulation that counts.")
+    eta: float = setting(1.0, "Weight of the modulated tokens' mean.")
+    clip: float = setting(0.2, "PPO clipping epsilon.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.wrong_hints < 1 or not (self.temperature > 0 and self.strength >= 0 and self.threshold >= 0 and self.eta >= 0):
+            raise ValueError(
+                f"wrong_hints is {self.wrong_hints}, temperature {self.temperature}, strength {self.strength}, threshold "
+                f"{self.threshold}, eta {self.eta}; expected at least one hint, a temperature above 0, the others at least 0"
+            )
+
+    def needs_teacher(self, rollout: Rollout) -> bool:
+        return False  # the hints are built from the group in `prepare`
+
+    def hints(self, rollout: Rollout, group: Sequence[Rollout]) -> list[str] | None:
+        """The right hint and the wrong ones for a response; None if one kind is missing."""
+        others = [other for other in group if other is not rollout]
+        right = [other.response.text for other in others if other.verdict.correct]
+        wrong = [other.response.text for other in others if not other.verdict.correct][: self.wrong_hints]
+        if rollout.example.solution is not None:
+            right = [rollout.example.solution]
+        return [right[0], *wrong] if right and wrong else None
+
+    def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
+        metrics = Metrics()
+        advantages = group_advantages(
+            torch.tensor([float(rollout.verdict.correct) for rollout in step.rollouts], dtype=torch.float64),
+            torch.tensor([rollout.prompt_index for rollout in step.rollouts]),
+        ).tolist()
+        gaps = self.gaps(step, [rollout for rollout, a in zip(step.rollouts, advantages, strict=True) if a])
+        prepared = []
+        for rollout, advantage in zip(step.rollouts, advantages, strict=True):
+            length = len(rollout.response_ids)
+            of_tokens, mask = torch.full((length,), advantage, dtype=torch.float64), torch.zeros(length, dtype=torch.bool)
+            if rollout in gaps:
+                of_tokens, mask = modulated(advantage, gaps[rollout], self.strength, self.temperature, self.threshold)
+                metrics.mean(rlcsd_gap=gaps[rollout].abs())
+            metrics.mean(rlcsd_modulated=mask, rlcsd_advantage=abs(advantage))
+            prepared.append(Prepared(of_tokens, two_path_weights(mask, self.eta)))
+        return prepared, metrics
+
+    def gaps(self, step: Step, rollouts: Sequence[Rollout]) -> dict[Rollout, Tensor]:
+        """e_t of the responses that have hints; `[T]` float64 on the CPU."""
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in step.rollouts:
+            groups.setdefault(rollout.prompt_index, []).append(rollout)
+        positions = getattr(unwrap(step.model).config.get_text_config(), "max_position_embeddings", None) or math.inf
+        hinted, owners = [], []
+        for rollout in rollouts:
+            texts = self.hints(rollout, groups[rollout.prompt_index]) or []
+            variants = [replace(rollout, feedback=(FeedbackField("hint", f"Reference solution: {text}"),)) for text in texts]
+            if variants and all(step.teacher.view_tokens(variant, "full") <= positions for variant in variants):
+                hinted += variants
+                owners.append((rollout, len(variants)))
+        found = iter(values.double() for values in sampled_log_probs(step.teacher.head, step.teacher.full(hinted), hinted))
+        return {rollout: contrast(next(found), [next(found) for _ in range(count - 1)]) for rollout, count in owners}
+
+    def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        metrics, token_ids = Metrics(), batch.token_ids()
+        advantages = batch.per_token([prepared.advantages for prepared in batch.prepared])
+        weights = batch.per_token([prepared.weights for prepared in batch.prepared])
+
+        def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
+            log_probs = token_log_probs(student_logits, token_ids[chunk])
+            metrics.mean(entropy=entropy(student_logits.detach()))
+            return clipped_surrogate(log_probs, log_probs.detach(), advantages[chunk], self.clip)
+
+        return batch.token_loss(weights / batch.responses, token_loss), metrics

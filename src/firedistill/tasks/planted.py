@@ -1,0 +1,103 @@
+"""Feedback with planted noise, on any task: what a method does with a field that is wrong with a known probability."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, FeedbackField, Verdict
+
+KINDS = ("answer", "hint")
+
+
+class Planted(Task):
+    """A task whose feedback is wrong about a share of the problems. Prompts, problems and verdicts stay those of the task.
+
+    As a task name: `planted:<kind>:<rate>:<task>`, for instance `planted:answer:0.3:arithmetic`.
+
+    - `answer`: the expected answer that the feedback states is another one (in the structured feedback: the field `verifier`).
+    - `hint`: one more field, `hint`, names the answer; it names another one instead.
+
+    A hash of the problem's uid decides, so all runs are wrong about the same problems, and those of a lower rate are among those of a
+    higher one.
+
+    Args:
+        rate: share of the problems, from 0 to 1.
+        task: the task.
+
+    Raises:
+        ValueError: the kind or the rate is unknown.
+    """
+
+    def __init__(self, kind: str, rate: float, task: Task):
+        if kind not in KINDS or not 0 <= rate <= 1:
+            raise ValueError(
+                f"planted:{kind}:{rate:g}: expected planted:<kind>:<rate>:<task>, a kind of {', '.join(KINDS)}, and a rate from 0 to 1"
+            )
+        self.kind, self.rate, self.task = kind, rate, task
+        self.name = f"planted:{kind}:{rate:g}:{task.name}"
+        for name in (
+            "type_name",
+            "answer_type",
+            "checker_mode",
+            "final_marker",
+            "format_instruction",
+            "train_split",
+            "eval_split",
+        ):
+            setattr(self, name, getattr(task, name))
+
+    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
+        return self.task.examples(split, n, seed, data_dir)
+
+    def resolve_split(self, split: str) -> tuple[str, str | None]:
+        return self.task.resolve_split(split)
+
+    def prompt(self, example: Example) -> str:
+        return self.task.prompt(example)
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        return self.task.verify(example, response)
+
+    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+        stated = other_answer(example) if number_of(example, "wrong") < self.rate else str(verdict.expected)
+        if self.kind == "answer":
+            return self.task.feedback(example, response, replace(verdict, expected=stated))
+        return (*self.task.feedback(example, response, verdict), FeedbackField("hint", f"Hint: the final answer is {stated}."))
+
+
+def other_answer(example: Example) -> str:
+    """An answer that differs from the gold one: another label, or a number that is off by 1 to 9."""
+    if example.labels:
+        others = [label for label in example.labels if label != example.answer]
+        return others[int(number_of(example, "label") * len(others))]
+    offset = 1 + int(number_of(example, "offset") * 9)
+    try:
+        return str(int(example.answer) + offset)
+    except ValueError:
+        return str(offset)
+
+
+def number_of(example: Example, purpose: str) -> float:
+    """A number in [0, 1) that depends on the problem and the purpose alone."""
+    digest = hashlib.blake2b(f"{purpose}/{example.uid}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def planted_task(rest: str, load: Callable[[str], Task]) -> Task:
+    """The task of `<kind>:<rate>:<task>`.
+
+    Raises:
+        ValueError: the text is not of this form, or there is no such task.
+    """
+    kind, _, after = rest.partition(":")
+    rate, _, name = after.partition(":")
+    try:
+        number = float(rate)
+    except ValueError:
+        raise ValueError(
+            f"task planted:{rest}: expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic"
+        ) from None
+    return Planted(kind, number, load(name))

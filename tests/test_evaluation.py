@@ -1,0 +1,143 @@
+"""Sampled evaluation, further tasks and other splits: by hand, by enumeration, and through a run."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from firedistill.cli import main as cli
+from firedistill.evaluation import entropy_sums, pass_at_k, summarize_samples
+from firedistill.rollout import Response, Rollout
+from firedistill.run.log import read_jsonl
+from firedistill.tasks import Example, Verdict
+from tiny import adapter_weights, random_model, run_config, run_trainer
+
+SAMPLED = {
+    "sampled_accuracy",
+    "sampled_stderr",
+    "pass_at_2",
+    "pass_at_3",
+    "distinct_answers",
+    "sampled_length",
+    "sampled_truncated_rate",
+    "sampled_entropy",
+    "eval_samples",
+}
+
+
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(n):
+    for correct in range(n + 1):
+        for k in range(1, n + 1):
+            draws = list(combinations([True] * correct + [False] * (n - correct), k))
+            assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def sampled(uid, answers, lengths):
+    return [
+        Rollout(
+            Example(uid, "?", "1"),
+            [1],
+            Response(list(range(length)), "", finished=length < 4),
+            Verdict(answer == "1", answer, "1"),
+        )
+        for answer, length in zip(answers, lengths, strict=True)
+    ]
+
+
+def test_the_summary_of_samples_by_hand():
+    rollouts = sampled("a", ["1", "1", "2", None], [1, 2, 3, 4]) + sampled("b", ["3", "4", "5", "6"], [2, 2, 2, 4])
+    found = summarize_samples(rollouts, 4)
+    assert found == pytest.approx(
+        {
+            "sampled_accuracy": 0.25,
+            "sampled_stderr": 0.25,  # deviation of 0.5 and 0 over sqrt(2)
+            "pass_at_2": (1 - 1 / 6) / 2,
+            "pass_at_4": 0.5,
+            "distinct_answers": 3.0,
+            "sampled_length": 2.5,
+            "sampled_truncated_rate": 0.25,
+            "eval_samples": 4,
+        }
+    )
+    assert {name for name in summarize_samples(rollouts[:3], 3) if name.startswith("pass")} == {"pass_at_2", "pass_at_3"}
+    assert math.isnan(summarize_samples([], 2)["sampled_accuracy"])
+
+
+def test_the_entropy_is_that_of_the_models_own_distributions():
+    model = random_model(seed=2)
+    rollouts = [
+        Rollout(Example(f"x/{n}", "?", "1"), [5, 6, 7], Response([8, 9, 10, 11][:n], "", True), Verdict(False, None, "1"))
+        for n in (4, 1, 3)
+    ]
+    total = 0.0
+    for rollout in rollouts:
+        logits = model(torch.tensor([rollout.prompt_ids + rollout.response_ids])).logits[0, 2:-1].double().detach()
+        p = logits.softmax(-1)
+        total -= float((p * p.log()).sum())
+    found, tokens = entropy_sums(model, rollouts, max_tokens=8)
+    assert tokens == 8 and found == pytest.approx(total, rel=1e-5)
+
+
+def test_samples_and_further_tasks_are_columns_and_change_nothing(checkpoint, tmp_path):
+    trainers = {}
+    for name, changes in {"plain": {}, "more": {"eval_samples": 3, "eval_also": ["arithmetic:easy"]}}.items():
+        trainers[name] = run_trainer(checkpoint, tmp_path / name, save_strategy="no", **changes)
+        trainers[name].train()
+    weights = adapter_weights(trainers["more"])
+    assert all(torch.equal(value, weights[name]) for name, value in adapter_weights(trainers["plain"]).items())
+    plain, more = (read_jsonl(tmp_path / name / "evals.jsonl") for name in trainers)
+    times = {"cumulative_train_seconds"}
+    for row, other in zip(plain, more, strict=True):
+        added = {name for name in other if name not in row}
+        assert added == SAMPLED | {"also_arithmetic:easy", "also_arithmetic:easy_stderr"}
+        assert {n: v for n, v in row.items() if n not in times} == {n: other[n] for n in row if n not in times}
+        assert other["pass_at_3"] >= other["pass_at_2"] >= other["sampled_accuracy"] and other["sampled_entropy"] > 0
+        table = pq.read_table(tmp_path / "more" / "rollouts" / f"sampled_{row['step']:06d}.parquet").to_pylist()
+        assert len(table) == 3 * row["n"]
+        assert sum(r["correct"] for r in table) / len(table) == pytest.approx(other["sampled_accuracy"])
+    loss = [[row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in trainers]
+    assert loss[0] == loss[1]
+
+
+def test_the_eval_command_shows_them(checkpoint, tmp_path, capsys):
+    config = run_config(checkpoint, tmp_path / "run", task="arithmetic:easy", eval_size=3)
+    config.save_yaml(tmp_path / "recipe.yaml")
+    arguments = ["eval", str(tmp_path / "recipe.yaml"), "--eval_samples", "2", "--eval_also", "arithmetic:hard"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "pass_at_2: " in out and "sampled_entropy: " in out and "also_arithmetic:hard: " in out
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--eval_split", "train"], "eval_split is 'train', which arithmetic is trained on"),
+        (["--eval_split", "tset"], "has no split 'tset'"),
+        (["--eval_also", "arithmetik"], "unknown task 'arithmetik'"),
+    ],
+)
+def test_splits_and_tasks_that_do_not_exist_are_refused(options, complaint, checkpoint, tmp_path, capsys):
+    run_config(checkpoint, tmp_path / "run", task="arithmetic").save_yaml(tmp_path / "recipe.yaml")
+    assert cli.main(["eval", str(tmp_path / "recipe.yaml"), *options]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error and "Traceback" not in error
+
+
+def test_the_test_split_of_a_task_with_three(checkpoint, tmp_path):
+    row = '{{"question": "Which?", "choices": {{"text": ["{0}", "other"], "label": ["A", "B"]}}, "answerKey": "A"}}\n'
+    for split in ("train", "validation", "test"):
+        (tmp_path / "ai2_arc").mkdir(exist_ok=True)
+        (tmp_path / "ai2_arc" / f"{split}.jsonl").write_text("".join(row.format(f"{split} {i}") for i in range(3)))
+    settings = {"task": "arc_challenge", "data_dir": str(tmp_path), "eval_size": 2}
+    from firedistill.setup import load_setup
+
+    for split, published in (("eval", "validation"), ("test", "test")):
+        setup = load_setup(run_config(checkpoint, tmp_path / "run", **settings, eval_split=split), train=False)
+        assert {example.uid.split("/")[1] for example in setup.eval_examples} == {published}
+    with pytest.raises(ValueError, match="is trained on"):
+        load_setup(run_config(checkpoint, tmp_path / "run", **settings, eval_split="train"), train=False)
