@@ -14,7 +14,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,7 @@ from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
 from firedistill.prompts import shown_prompt
 from firedistill.rollout import Rollout
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
@@ -565,6 +566,15 @@ class SelfDistillTrainer(ResumableTrainer):
             state_dict = state_dict or trained_parameters(self.model)
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
+
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        for name in ("merge_adapter", "gradient_checkpointing"):
+            if name in self.setup.decided and isinstance(value := settings.get(name), bool):
+                setattr(self.args, name, value)
+        self.args.activation_checkpointing = self.args.gradient_checkpointing
+        for engine in (self.rollout_engine, self.eval_engine):
+            if isinstance(engine, HFRolloutEngine):
+                engine.merge_adapter = None if self.args.merge_adapter else False
 
     def save_extra(self, folder: Path) -> None:
         self.teacher.weights.save(folder)

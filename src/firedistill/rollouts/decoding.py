@@ -124,9 +124,7 @@ class GrowingBatch:
         pad_id: left padding of shorter prompts; it is masked.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, prompts: Sequence[list[int]], sampling: Sampling, uniforms: Tensor, pad_id: int
-    ):
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[list[int]], sampling: Sampling, uniforms: Tensor, pad_id: int):
         self.model, self.sampling, self.uniforms, self.cache = model, sampling, uniforms.to(model.device), roomy_cache(model)
         self.steps = self.length = 0
         read = Prompts(prompts, pad_id, model.device)

@@ -47,7 +47,13 @@ def can_fix(model: PreTrainedModel) -> bool:
 
 
 def grouped_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float | None = None, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one token per row, without copies of the keys and values that several heads share.
 
