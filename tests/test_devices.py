@@ -242,7 +242,7 @@ def test_products_with_the_head_add_in_float32():
         loo_hidden=torch.randn(2, 4, 8).bfloat16(),
     ).loss.backward()
     chunked_token_loss(Head(layer), hidden, torch.ones(6), lambda logits, rows: logits.logsumexp(-1)).backward()
-    assert len(layer.seen) >= 8 and not any(layer.seen)
+    assert len(layer.seen) >= 6 and not any(layer.seen)
     assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction == before
 
 

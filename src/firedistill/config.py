@@ -281,8 +281,6 @@ class SelfDistillConfig(TrainingArguments):
                 raise ValueError(
                     f"{name} is {value!r}: it would apply to a part of the step only. {fix}, or start with torchrun"
                 )
-        if self.deterministic:
-            use_deterministic_algorithms()
         # Recent versions of transformers call the same thing activation checkpointing, and warn about this name.
         checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
         processes = int(os.environ.get("WORLD_SIZE", 1))
@@ -404,15 +402,6 @@ LAUNCHED = {
 }
 # Values that leave a setting to `firedistill.setup`, which decides by the device; the settings of a run hold the decision.
 OPEN = {"gradient_checkpointing": None, "merge_adapter": None, "quantization": "auto", "rollouts": "auto"}
-
-
-def use_deterministic_algorithms() -> None:
-    """Let PyTorch use deterministic algorithms only, and raise where it has none."""
-    # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # a property of the module
-    torch.backends.cudnn.benchmark = False
 
 
 def effect(name: str) -> Effect:

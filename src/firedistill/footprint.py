@@ -135,14 +135,13 @@ def _over_layers(model: PreTrainedModel, measure: Callable[[], tuple[float, ...]
 
 
 def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> dict[str, float]:
-    """Bytes by purpose, on the device of the model. It assumes the longest contexts that the settings allow, so it errs high.
+    """Bytes by purpose, on the device of the run. It assumes the longest contexts that the settings allow, so it errs high.
 
     Returns:
         "model"; "program" (libraries, data; on CPUs only); "adapter, teacher, optimizer"; and the larger one of "sampling" and
         "training", what these phases add at their peak. Merged copies and caches that a GPU keeps between the phases are in "kept".
     """
-    causal_lm = unwrap(model)
-    device = causal_lm.device
+    device = args.device  # where the model is, or will be
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
     held = held_memory(device) or 0
@@ -194,20 +193,20 @@ def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
 
 
 def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> float:
-    """Bytes at the peak of a micro-batch: the student's activations, and with them the teacher's pass, the head or the backward pass."""
+    """Bytes at the peak of a micro-batch: the student's activations, with the teacher's pass, the head or the backward pass."""
     causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
     sequences = args.per_device_train_batch_size * objective.group_size
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
     per_token = cache_bytes_per_token(causal_lm)
-    shares = args.share_prefixes if args.share_prefixes is not None else causal_lm.device.type == "cpu"
+    shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
     if shares and can_share_prefixes(model):
         teacher = pass_memory(model, 1, longest) + sequences * longest * per_token
     else:
         teacher = pass_memory(model, max(1, min(args.score_tokens_per_forward // longest, sequences)), longest)
     config = causal_lm.config.get_text_config()
     logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
-    gpu = causal_lm.device.type == "cuda"
+    gpu = args.device.type == "cuda"
     chunk = min(logits, fire_head.CHUNK_ELEMENTS_GPU if gpu else fire_head.CHUNK_ELEMENTS)
     block = min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
     head = 3 * width * chunk + BLOCKS * 4 * block

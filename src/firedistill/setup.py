@@ -83,6 +83,8 @@ def load_setup(
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
         args.data_dir = os.path.abspath(args.data_dir)
+    if args.deterministic:
+        use_deterministic_algorithms()
     task = task if isinstance(task, Task) else load_task(task or args.task)
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     decided: dict[str, str] = {}
@@ -146,6 +148,15 @@ def load_setup(
         eval_examples=eval_examples,
         decided=decided,
     )
+
+
+def use_deterministic_algorithms() -> None:
+    """Let PyTorch use deterministic algorithms only, and raise where it has none."""
+    # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # a property of the module
+    torch.backends.cudnn.benchmark = False
 
 
 def refuse_float16(model: torch.nn.Module) -> None:

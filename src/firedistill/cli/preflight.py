@@ -439,7 +439,7 @@ def check_disk(setup: Setup) -> Iterator[Finding]:
 
 def check_defaults(setup: Setup) -> Iterator[Finding]:
     """What was chosen for the device where the settings leave it open, and why."""
-    args, device = setup.args, unwrap(setup.model).device
+    args, device = setup.args, setup.args.device
     shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
     chosen = {
         **setup.decided,

@@ -1,7 +1,7 @@
 """Decoding with every tensor at a fixed address: the host starts many tokens and looks at them together, and a GPU replays a graph.
 
-One step of `Decoder` reads a token per row, draws the next one, and depends on no value that the host would have to know. On a GPU it is
-captured once as a CUDA graph, for each width of the cache that attention reads; elsewhere the same operations run one by one.
+One step of `Decoder` reads a token per row, draws the next one, and depends on no value that the host would have to know. On a GPU it
+is captured once as a CUDA graph, for each width of the cache that attention reads; elsewhere the same operations run one by one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from firedistill.memory import is_out_of_memory
+from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts
 from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
@@ -34,7 +35,8 @@ ATTENTION = "firedistill_decoding"
 def can_fix(model: PreTrainedModel) -> bool:
     """Whether `Decoder` can run a model for which `can_decode` holds.
 
-    False for sliding windows, for attention other than PyTorch's, and for rotary frequencies that depend on the length.
+    False for sliding windows, for attention other than PyTorch's, for rotary frequencies that depend on the length, and for weights
+    that are spread over processes.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -43,6 +45,7 @@ def can_fix(model: PreTrainedModel) -> bool:
         all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
         and config._attn_implementation == "sdpa"
         and not kinds & {"dynamic", "longrope"}
+        and not is_sharded(model)
     )
 
 
@@ -183,7 +186,7 @@ class Decoder:
         at["column"] += 1
 
     def window(self, rows: int, column: int) -> int:
-        """Let attention read so many rows, and the columns up to this one and to the next multiple of `WINDOW`; returns their number."""
+        """Let attention read so many rows, and the columns up to the first multiple of `WINDOW` past this one; returns their number."""
         window = min(-(-(column + 1) // WINDOW) * WINDOW, self.columns)
         if self.shown != (rows, window):
             self.shown = rows, window
