@@ -155,7 +155,7 @@ def use_deterministic_algorithms() -> None:
     # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]  # a property of the module
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # every element is written before it is read
     torch.backends.cudnn.benchmark = False
 
 
@@ -188,8 +188,9 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
     unused = (unused_memory(args.device) or 0) - waiting if on_gpu else 0
     if args.merge_adapter is None:
         copies = merged_bytes(model)
-        args.merge_adapter = not on_gpu or copies < unused / 2
+        args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)
         why = f"copies take {copies / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused" if on_gpu else "the default for cpu"
+        why = why if copies else "no projection can be merged"
         decided["merge_adapter"] = f"{str(args.merge_adapter).lower()}: {why}"
     checkpointing = args.activation_checkpointing
     if checkpointing is None:

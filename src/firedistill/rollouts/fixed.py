@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +80,9 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 class FixedLayer(StaticLayer):
     """Keys and values `[rows, heads, columns, size]` of a layer; `column` `[1]` says where the next ones are written."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, keys: Tensor, values: Tensor, column: Tensor):
         super().__init__(keys.shape[-2])
         self.buffers, self.column, self.is_initialized = (keys, values), column, True
@@ -117,13 +120,14 @@ class Decoder:
         """Free everything."""
         self.rows = self.columns = 0
         self.shown = (0, 0)
+        self.addresses: tuple[int, ...] = ()  # of the weights
         self.layers: list[FixedLayer] = []
         self.tensors: dict[str, Tensor] = {}
         self.graphs: dict[Any, torch.cuda.CUDAGraph | None] = {}
         self.pool: Any = None  # memory that all graphs use, one after the other
 
-    def reserve(self, like: DynamicCache, rows: int, columns: int, vocabulary: int) -> None:
-        """Make room for so many rows and columns, with the layers of a cache `like` this one. Invalidates all graphs if it grows."""
+    def reserve(self, like: Sequence[tuple[Tensor, Tensor]], rows: int, columns: int, vocabulary: int) -> None:
+        """Make room for so many rows and columns, with keys and values `like` these of each layer. Drops all graphs if it grows."""
         if self.rows >= rows and self.columns >= columns:
             return
         rows, columns = max(rows, self.rows), max(columns, self.columns)
@@ -141,10 +145,10 @@ class Decoder:
             "seen": torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
             "stops": torch.tensor(self.stop_ids, dtype=torch.long, device=device),
         }
-        for layer in like.layers:
-            buffers = [x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in (layer.keys, layer.values)]
-            self.layers.append(FixedLayer(*buffers, self.tensors["column"]))
-        self.cache = Cache(layers=self.layers)
+        for states in like:
+            keys, values = (x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in states)
+            self.layers.append(FixedLayer(keys, values, self.tensors["column"]))
+        self.cache = Cache(layers=[*self.layers])
 
     def forward(self, rows: int, window: int) -> Tensor:
         """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
@@ -257,13 +261,14 @@ class FixedBatch:
         )
         scores = output.logits[:, -1].float()
         columns = -(-(self.width + self.steps) // WINDOW) * WINDOW
-        decoder.reserve(cache, self.rows, columns, scores.shape[-1])
+        states = [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
+        decoder.reserve(states, self.rows, columns, scores.shape[-1])
         at, spare = decoder.tensors, self.rows - self.count
         expansion = torch.tensor(read.expansion + read.expansion[:1] * spare, device=model.device)
         decoder.addresses = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
-        for fixed, layer in zip(decoder.layers, cache.layers, strict=True):
-            for buffer, states in zip(fixed.buffers, (layer.keys, layer.values), strict=True):
-                buffer[: self.rows, :, : self.width] = states[expansion]
+        for layer, pair in zip(decoder.layers, states, strict=True):
+            for buffer, read_states in zip(layer.buffers, pair, strict=True):
+                buffer[: self.rows, :, : self.width] = read_states[expansion]
         at["visible"].fill_(False)
         at["visible"][: self.rows, 0, 0, : self.width] = read.mask[expansion].bool()
         at["padding"][: self.rows] = (read.mask == 0).sum(-1, keepdim=True)[expansion]
