@@ -244,7 +244,7 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ({"output_dir": "/a\udcff"}, "output_dir is '/a\\udcff': expected a path in UTF-8"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end is True: expected False (Not supported"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy is 'checkpoint': expected 'every_save' or 'end'"),
-        ({"quantization": "nf8"}, "quantization is 'nf8': expected 'nf4' or none"),
+        ({"quantization": "nf8"}, "quantization is 'nf8': expected 'nf4' or 'auto' or none"),
         ({"model_dtype": "float64"}, "model_dtype is 'float64': expected 'bfloat16' or 'float32'"),
         ({"bf16": True}, "bf16 is True: expected False (Mixed precision is not supported; use model_dtype.)"),
         ({"save_only_model": True}, "save_only_model is True: expected False"),

@@ -216,7 +216,7 @@ class Decoder:
         try:
             graph = torch.cuda.CUDAGraph()
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self.pool):
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 self.step(rows, window, sampling)
         except RuntimeError as error:
             if is_out_of_memory(error):
