@@ -247,7 +247,12 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "dp_replicate_size",
             "rollout_servers",
         ),
+        *("gradient_checkpointing", "merge_adapter"),  # which these settings leave open
     }
+    decided = {**settings, "gradient_checkpointing": True, "merge_adapter": True}
+    otherwise = {**decided, "gradient_checkpointing": False, "merge_adapter": False, "rollouts": "auto"}
+    found = differences({"settings": decided}, {"settings": otherwise}, config)
+    assert found.keys() == {"gradient_checkpointing", "merge_adapter"}
     effects = {
         name: effect(name) for name in ("model", "rollout_batch_size", "eval_steps", "run_name", "ddp_timeout", "unheard_of")
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     GenerationConfig,
     GPT2Config,
@@ -20,8 +23,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from firedistill.memory import BatchLimit
 from firedistill.models.lora import add_lora
 from firedistill.rollout import Sampling
+from firedistill.rollouts import fixed
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
@@ -236,8 +241,9 @@ def full_distribution(scores: torch.Tensor, sampling: Sampling, width: int) -> t
     probabilities = torch.zeros(scores.shape, dtype=torch.float64)
     rows = torch.arange(len(scores))
     while len(rows):
-        weights, tokens, complete = candidates(scores[rows] / sampling.temperature, sampling, width)
-        full = torch.zeros(len(rows), scores.shape[-1], dtype=torch.float64).scatter_(-1, tokens, weights)
+        weights, tokens, complete, finite = candidates(scores[rows] / sampling.temperature, sampling, width)
+        assert finite.all()
+        full = torch.zeros(len(rows), scores.shape[-1], dtype=torch.float64).scatter_(-1, tokens, weights.double())
         probabilities[rows[complete]] = (full / full.sum(-1, keepdim=True))[complete]
         rows, width = rows[~complete], 16 * width
     return probabilities
@@ -394,3 +400,178 @@ def test_a_call_merges_where_that_pays(choice, merges):
         sampling = Sampling(max_new_tokens=steps)
         engine.generate([[5]], sampling, seed=0, progress=lambda done: merged.append(not mergeable_layers(model)))
     assert merged == merges
+
+
+# ---- Without the host --------------------------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    GREEDY,
+    Sampling(max_new_tokens=40),
+    Sampling(temperature=1.3, top_p=1.0, top_k=7, max_new_tokens=40),
+    Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.3, max_new_tokens=40),
+]
+
+
+@pytest.fixture
+def few_candidates(monkeypatch):
+    """Draws often need more candidates than the first ones, and windows are narrow."""
+    monkeypatch.setattr(fixed, "CANDIDATES", 3)
+    monkeypatch.setattr(fixed, "WINDOW", 8)
+    monkeypatch.setattr(fixed, "LOOK_EVERY", 16)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "nucleus", "top-k", "penalty"])
+@pytest.mark.parametrize("stops", [[2], [2, *range(60, 120)], []], ids=["one stop", "many stops", "no stop"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_fixed_decoding_gives_the_same_tokens(kind, stops, sampling, few_candidates):
+    """Ragged prompts, one of them twice, limits, and a second batch of another size in the same memory."""
+    model, tokenizer = ending_with(stops, kind)
+    model.double()
+    growing, one = (HFRolloutEngine(model, tokenizer, fixed=choice) for choice in (False, True))
+    assert one.decoder is not None and growing.decoder is None
+    for prompts, limits in ((PROMPTS, None), (PROMPTS, [3, 24, 1, 0, 7, 24]), (PROMPTS[:1], None), (PROMPTS[3:], None)):
+        expected, found = (engine.generate(prompts, sampling, seed=4, limits=limits) for engine in (growing, one))
+        assert found == expected
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_fixed_decoding_keeps_every_address():
+    """Merged copies, keys, values and all that a graph would read; the copies follow the adapter."""
+    model, tokenizer = adapted("qwen2"), byte_tokenizer()
+    engine, plain = (HFRolloutEngine(model, tokenizer, merge_adapter=True, fixed=choice) for choice in (True, False))
+
+    def addresses():
+        buffers = [buffer for layer in engine.decoder.layers for buffer in layer.buffers]
+        copies = [copy.weight for copy in engine.copies.values()]
+        return [tensor.data_ptr() for tensor in (*buffers, *copies, *engine.decoder.tensors.values())], engine.decoder.addresses
+
+    sampling = Sampling(max_new_tokens=20)
+    first, before = engine.generate(PROMPTS, sampling, seed=1), addresses()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.add_(0.2)
+    moved = engine.sharing(BatchLimit(6, "eval_batch_size", "")).generate(PROMPTS[::-1], sampling, seed=1)
+    assert addresses() == before and len(engine.copies) == 2 * 7
+    assert moved == plain.generate(PROMPTS[::-1], sampling, seed=1) and moved[::-1] != first
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations by which the host reads a value of the device or waits for one."""
+
+    WAITING = {
+        torch.ops.aten._local_scalar_dense,
+        torch.ops.aten.nonzero,
+        torch.ops.aten.equal,
+        torch.ops.aten.is_nonzero,
+        torch.ops.aten.masked_select,
+        torch.ops.aten.index.Tensor.overloadpacket,  # with a mask, it counts
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        masks = function.overloadpacket is torch.ops.aten.index and all(
+            index is None or index.dtype != torch.bool for index in args[1]
+        )
+        if function.overloadpacket in self.WAITING and not masks:
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "nucleus", "top-k", "penalty"])
+def test_no_step_of_fixed_decoding_waits_for_the_device(sampling, merged, monkeypatch):
+    """One look per 16 tokens; the growing loop, which waits for every token, shows that the count works."""
+    model, tokenizer = adapted("qwen2"), byte_tokenizer()
+    engine, looks, advances = HFRolloutEngine(model, tokenizer, merge_adapter=merged, fixed=True), [], []
+    engine.stop_ids.clear()
+    tolist, advance = torch.Tensor.tolist, fixed.Decoder.advance
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: looks.append(self.shape) or tolist(self))
+
+    def counted(self, *arguments):
+        with HostReads() as reads:
+            advance(self, *arguments)
+        advances.append(reads.found)
+
+    monkeypatch.setattr(fixed.Decoder, "advance", counted)
+    engine.generate([[5, 6], [7]], replace(sampling, max_new_tokens=40), seed=0)
+    assert advances == [[]] * 39, "the first token comes from the prompts"
+    assert looks == [(2, 16), (2, 16), (2, 8)]
+    with HostReads() as reads:
+        HFRolloutEngine(model, tokenizer, fixed=False).generate([[5, 6], [7]], SAMPLINGS[1], seed=0)
+    assert reads.found
+
+
+class Replayed:
+    """Stands for a CUDA graph: runs the step with the arguments with which it was captured."""
+
+    def __init__(self, step, arguments):
+        self.step, self.arguments, self.replays = step, arguments, 0
+
+    def replay(self):
+        self.replays += 1
+        self.step(*self.arguments)
+
+
+def test_each_window_and_size_has_its_graph(few_candidates, monkeypatch):
+    """The first step of a kind runs by itself; a later call replays what an earlier one captured, unless a weight lies elsewhere."""
+    model, tokenizer = ending_with([])
+    model.double()
+    engine, plain, captured = HFRolloutEngine(model, tokenizer, fixed=True), HFRolloutEngine(model, tokenizer), []
+    engine.decoder.captures = True
+
+    def capture(self, *arguments):
+        captured.append(Replayed(self.step, arguments))
+        return captured[-1]
+
+    monkeypatch.setattr(fixed.Decoder, "capture", capture)
+    sampling = Sampling(temperature=0.0, max_new_tokens=20)
+    for _ in range(2):
+        assert engine.generate(PROMPTS[:2], sampling, seed=0) == plain.generate(PROMPTS[:2], sampling, seed=0)
+    assert [graph.arguments[1] for graph in captured] == [8, 16, 24] and sum(g.replays for g in captured) == 2 * 19 - 3
+    model.model.norm.weight.data = 2 * model.model.norm.weight.data
+    assert engine.generate(PROMPTS[:2], sampling, seed=0) == plain.generate(PROMPTS[:2], sampling, seed=0)
+    assert len(captured) == 6
+
+
+def test_a_model_that_cannot_be_captured_runs_step_by_step(caplog):
+    """Here because there is no GPU."""
+    model, tokenizer = ending_with([])
+    engine, plain = HFRolloutEngine(model, tokenizer, fixed=True), HFRolloutEngine(model, tokenizer)
+    engine.decoder.captures = True
+    assert engine.generate(PROMPTS, GREEDY, seed=0) == plain.generate(PROMPTS, GREEDY, seed=0)
+    assert "without a CUDA graph" in caplog.text and not engine.decoder.captures
+
+
+def test_memory_that_is_kept_is_freed_where_it_is_short(monkeypatch):
+    model, tokenizer = adapted(), byte_tokenizer()
+    engine = HFRolloutEngine(model, tokenizer, 4, merge_adapter=True, fixed=True)
+    expected, advance, failed = engine.generate(PROMPTS, GREEDY, seed=0), fixed.Decoder.advance, []
+
+    def once_out_of_memory(self, rows, *arguments):
+        if rows == 4 and not failed:
+            failed.append(len(engine.copies))
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        if len(failed) == 1:
+            failed.append((self.rows, engine.limit.size))
+        advance(self, rows, *arguments)
+
+    monkeypatch.setattr(fixed.Decoder, "advance", once_out_of_memory)
+    assert engine.generate(PROMPTS, GREEDY, seed=0) == expected
+    assert failed == [14, (2, 2)], "copies were dropped, and the buffers are those of two rows"
+
+
+def test_what_decoding_at_fixed_addresses_leaves_out():
+    """Windows, other attention and frequencies that depend on the length are left to the loop that grows."""
+    sizes = dict(vocab_size=263, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8))
+    model = random_model()
+    assert not fixed.can_fix(windowed) and fixed.can_fix(model)
+    model.config._attn_implementation = "eager"
+    assert not fixed.can_fix(model)
+    model = random_model()
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    assert not fixed.can_fix(model)

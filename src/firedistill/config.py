@@ -147,11 +147,17 @@ class SelfDistillConfig(TrainingArguments):
     # --- Model and adapter
     model_dtype: str = model_setting(
         "bfloat16",
-        "Data type of the base model: bfloat16, float16 or float32. LoRA factors are float32.",
-        choices=("bfloat16", "float16", "float32"),
+        "Data type of the base model: bfloat16 or float32. LoRA factors are float32. (Logit gradients are below float16's range.)",
+        choices=("bfloat16", "float32"),
     )
     quantization: str | None = model_setting(
-        None, "'nf4' loads the base model in 4 bits (needs the extra [quant]).", choices=("nf4",)
+        None,
+        "'nf4' loads the base model in 4 bits (needs the extra [quant]); 'auto' does so where a GPU has no room for it and for merged "
+        "copies in model_dtype.",
+        choices=("nf4", "auto"),
+    )
+    attn_implementation: str | None = model_setting(
+        None, "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa.", effect="rounding"
     )
     fsdp_size: int | None = model_setting(
         None,
@@ -170,7 +176,16 @@ class SelfDistillConfig(TrainingArguments):
     lora_dropout: float = model_setting(0.0, "LoRA dropout.", at_least=0, below=1)
     lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
     gradient_checkpointing: bool | None = model_setting(
-        True, "Recompute activations in the backward pass: less memory, about 20% slower.", effect="rounding"
+        None,
+        "Recompute activations in the backward pass: less memory, about 20% slower. By default on CPUs, and on GPUs that have no room "
+        "for them.",
+        effect="rounding",
+    )
+    merge_adapter: bool | None = model_setting(
+        None,
+        "Sample from copies of the projections with the adapter merged in (rollouts hf). By default where they take less than half of "
+        "the memory that loading the model leaves.",
+        effect="rounding",
     )
     share_prefixes: bool | None = model_setting(
         None, "Read the teacher views' common prefix once, one response at a time; by default on CPU only.", effect="rounding"
@@ -199,6 +214,11 @@ class SelfDistillConfig(TrainingArguments):
         None,
         "Shorten an update whose mean KL(before || after) on the step's tokens exceeds this, in nats per token. Not in the paper.",
         above=0,
+    )
+    deterministic: bool = optimisation_setting(
+        False,
+        "Use PyTorch's deterministic algorithms: slower, and equal runs on equal GPUs. Runs on CPUs always are.",
+        effect="rounding",
     )
     seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
@@ -256,6 +276,12 @@ class SelfDistillConfig(TrainingArguments):
     project: str = inherited_setting("firedistill", "Project name in trackers.", effect="none")
     fp16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     bf16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
+    full_determinism: bool = inherited_setting(False, "Use deterministic.", choices=(False,))
+    torch_compile: bool = inherited_setting(
+        False, "Not supported: the model's layers are called past the compiled wrapper.", choices=(False,)
+    )
+    torch_compile_backend: str | None = inherited_setting(None, "Not supported, as torch_compile.", choices=(None,))
+    torch_compile_mode: str | None = inherited_setting(None, "Not supported, as torch_compile.", choices=(None,))
     save_only_model: bool = inherited_setting(
         False, "Every checkpoint can be resumed; adapter/ in the run directory holds the adapter alone.", choices=(False,)
     )
@@ -286,8 +312,13 @@ class SelfDistillConfig(TrainingArguments):
             self.eval_steps = self.max_steps  # before the first step and after the last
         if self.eval_size == 0:
             self.eval_strategy, self.eval_on_start = "no", False
+        for name, fix in LAUNCHED.items():
+            if (value := os.environ.get(name, "no")).lower() not in ("no", ""):
+                raise ValueError(
+                    f"{name} is {value!r}: it would apply to a part of the step only. {fix}, or start with torchrun"
+                )
         # Recent versions of transformers call the same thing activation checkpointing, and warn about this name.
-        checkpointing, self.gradient_checkpointing = bool(self.gradient_checkpointing), None
+        checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if processes > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers starts independent processes
@@ -474,6 +505,15 @@ WITHOUT_EFFECT = DERIVED | {
 }
 # fmt: on
 _DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f in fields(SelfDistillConfig)}
+
+
+# What `accelerate launch` switches on by environment variables, and how to leave it off
+LAUNCHED = {
+    "ACCELERATE_MIXED_PRECISION": "Use accelerate launch --mixed_precision no; model_dtype sets the type of the base model",
+    "ACCELERATE_DYNAMO_BACKEND": "Use accelerate launch --dynamo_backend no",
+}
+# Values that leave a setting to `firedistill.setup`, which decides by the device; the settings of a run hold the decision.
+OPEN = {"gradient_checkpointing": None, "merge_adapter": None, "quantization": "auto", "rollouts": "auto"}
 
 
 def effect(name: str) -> Effect:

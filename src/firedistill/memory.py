@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import mmap
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -135,12 +136,24 @@ def explained_memory(advice: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory ({attempt.failure}): {advice}")
 
 
-def free_memory(device: torch.device) -> float | None:
-    """Bytes that this process may use in total: what is free, and what it already has. None if that is unknown."""
+def unused_memory(device: torch.device) -> float | None:
+    """Bytes that this process may still allocate; None if that is unknown.
+
+    On a GPU this includes what PyTorch's allocator holds without use. The processes of a host share its memory equally.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
         return None
-    return int(available[1]) * 1024 + (held_memory(device) or 0) if available else None
+    return int(available[1]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if available else None
+
+
+def free_memory(device: torch.device) -> float | None:
+    """Bytes that this process may use in total: what it may still allocate, and what it has. None if that is unknown."""
+    unused = unused_memory(device)
+    if unused is None:
+        return None
+    return unused + (torch.cuda.memory_allocated(device) if device.type == "cuda" else held_memory(device) or 0)

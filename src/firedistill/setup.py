@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -14,14 +14,16 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
-from firedistill.memory import LOADING, explained_memory
-from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.footprint import memory_of_step
+from firedistill.memory import LOADING, explained_memory, unused_memory
+from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
+from firedistill.rollouts.merging import merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
@@ -42,6 +44,7 @@ class Setup:
         train_examples: the training problems; empty if nothing is trained.
         eval_examples: the held-out problems; empty if nothing is evaluated.
         also: further tasks with their held-out problems, by name.
+        decided: settings that were left open, with what was chosen for the device and why, as texts by name.
     """
 
     args: SelfDistillConfig
@@ -52,6 +55,7 @@ class Setup:
     train_examples: list[Example]
     eval_examples: list[Example]
     also: dict[str, tuple[Task, list[Example]]]
+    decided: dict[str, str] = field(default_factory=dict)
 
 
 def load_setup(
@@ -82,14 +86,23 @@ def load_setup(
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
         args.data_dir = os.path.abspath(args.data_dir)
+    if args.deterministic:
+        use_deterministic_algorithms()
     task = task if isinstance(task, Task) else load_task(task or args.task)
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     check_trackers(args.report_to)
+    decided: dict[str, str] = {}
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
     if model is None or isinstance(model, str):
-        sharding = sharding_of(args)
+        name, sharding = model or args.model, sharding_of(args)
+        decided |= decide_quantization(args, name)
         model, tokenizer = load_model_and_tokenizer(
-            model or args.model, dtype=args.model_dtype, quantization=args.quantization, distributed_config=sharding
+            name,
+            dtype=args.model_dtype,
+            quantization=args.quantization,
+            attn_implementation=args.attn_implementation,
+            distributed_config=sharding,
+            device=args.device if args.device.type == "cuda" and sharding is None else None,
         )
     elif args.fsdp_size not in (None, 1) and not is_sharded(unwrap(model)):
         raise ValueError(
@@ -107,8 +120,10 @@ def load_setup(
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
+    refuse_float16(model)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
+    decided |= decide_for_device(args, cast(PeftModel, model))
     if lockstep(model) is not None:
         limit_waiting(model, args.ddp_timeout)
 
@@ -142,6 +157,7 @@ def load_setup(
         train_examples=train_examples,
         eval_examples=eval_examples,
         also=also,
+        decided=decided,
     )
 
 
@@ -157,6 +173,60 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
             f"eval_split is {split!r}, which {task.name} is trained on; expected 'eval' or another published split"
         )
     return task.examples(split, args.eval_size, args.eval_subset_seed, args.data_dir)
+
+
+def use_deterministic_algorithms() -> None:
+    """Let PyTorch use deterministic algorithms only, and raise where it has none."""
+    # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # every element is written before it is read
+    torch.backends.cudnn.benchmark = False
+
+
+def refuse_float16(model: torch.nn.Module) -> None:
+    """Raise ValueError for a model in float16."""
+    if any(p.dtype == torch.float16 for p in model.parameters()):
+        raise ValueError(
+            "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
+            "float32 (model_dtype; dtype=... of from_pretrained)"
+        )
+
+
+def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
+    """Replace quantization 'auto' by 'nf4' where the unused memory is below 1.5 times the weights in `model_dtype`."""
+    if args.quantization != "auto":
+        return {}
+    need, unused = 1.5 * weight_bytes(name, args.model_dtype), unused_memory(args.device)
+    args.quantization = "nf4" if unused is not None and unused < need else None
+    room = "unknown" if unused is None else f"{unused / 1e9:.1f} GB"
+    return {
+        "quantization": f"{args.quantization or 'none'}: unused memory is {room}, 1.5 times the weights are {need / 1e9:.1f} GB"
+    }
+
+
+def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
+    """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name."""
+    decided, on_gpu = {}, args.device.type == "cuda"
+    # The model may still have to move to the device.
+    waiting = 0 if unwrap(model).device.type == "cuda" else sum(p.nbytes for p in model.parameters())
+    unused = (unused_memory(args.device) or 0) - waiting if on_gpu else 0
+    if args.merge_adapter is None:
+        copies = merged_bytes(model)
+        args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)
+        why = f"copies take {copies / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused" if on_gpu else "the default for cpu"
+        why = why if copies else "no projection can be merged"
+        decided["merge_adapter"] = f"{str(args.merge_adapter).lower()}: {why}"
+    checkpointing = args.activation_checkpointing
+    if checkpointing is None:
+        checkpointing, why = True, "the default for cpu"
+        if on_gpu and not is_sharded(unwrap(model)):
+            need = sum(memory_of_step(args, model, checkpointing=False).values()) - sum(p.nbytes for p in model.parameters())
+            checkpointing = need > 0.9 * unused
+            why = f"without it a step adds up to {need / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused"
+        decided["gradient_checkpointing"] = f"{str(checkpointing).lower()}: {why}"
+        args.gradient_checkpointing = args.activation_checkpointing = checkpointing
+    return decided
 
 
 def sharding_of(args: SelfDistillConfig) -> Any:

@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,6 +56,7 @@ from firedistill.policy import PolicyChange
 from firedistill.prompts import shown_prompt
 from firedistill.report.curves import CurvesAtTheEnd
 from firedistill.rollout import Rollout
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.card import model_card
@@ -633,6 +634,15 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def card(self) -> str:
         return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path)
+
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        for name in ("merge_adapter", "gradient_checkpointing"):
+            if name in self.setup.decided and isinstance(value := settings.get(name), bool):
+                setattr(self.args, name, value)
+        self.args.activation_checkpointing = self.args.gradient_checkpointing
+        for engine in (self.rollout_engine, self.eval_engine):
+            if isinstance(engine, HFRolloutEngine):
+                engine.merge_adapter = None if self.args.merge_adapter else False
 
     def save_extra(self, folder: Path) -> None:
         self.teacher.weights.save(folder)

@@ -22,7 +22,7 @@ from firedistill.models.lora import add_lora
 from firedistill.models.states import inference_mode
 from firedistill.prompts import PromptEncoder
 from firedistill.rollout import Sampling
-from firedistill.rollouts.decoding import _Batch
+from firedistill.rollouts.decoding import GrowingBatch
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import merged_adapter
 
@@ -74,7 +74,6 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
 def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> None:
     causal_lm = cast(PreTrainedModel, engine.causal_lm)
     with inference_mode(engine.model), merged_adapter(engine.model):
-        batch = _Batch(causal_lm, [tuple(prompt) for prompt in prompts], steps, pad_id=0, remember=False)
-        batch.read_prompts()
+        batch = GrowingBatch(causal_lm, prompts, Sampling(), torch.zeros(len(prompts), steps), pad_id=0)
         for _ in range(steps - 1):
-            batch.read(torch.full((len(prompts),), 5, device=causal_lm.device))
+            batch.forward(torch.full((len(prompts), 1), 5, device=causal_lm.device))

@@ -20,18 +20,19 @@ from typing import Literal, TypeVar, cast
 
 import torch
 
+from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
-from firedistill.models.sharding import local
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
-from firedistill.objectives import load_objective
+from firedistill.ops.fire_head import CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.types import Example
+from firedistill.teacher.prefix_cache import can_share_prefixes
 
 CHECKED = 256  # examples of a split that are checked
 CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no further one
@@ -80,6 +81,7 @@ def preflight(setup: Setup) -> list[Finding]:
         check_gradient,
         check_settings,
         check_disk,
+        check_defaults,
         check_memory,
     ]
     state = random_state()
@@ -435,28 +437,26 @@ def check_disk(setup: Setup) -> Iterator[Finding]:
         yield Finding("note", "disk", text)
 
 
-def memory_estimate(setup: Setup) -> dict[str, float]:
-    """Bytes by purpose: weights and states, which are certain, and roughly the largest of the temporary tensors."""
-    args, model = setup.args, unwrap(setup.model)
-    config = model.config.get_text_config()
-    trainable = sum(p.numel() for p in setup.model.parameters() if p.requires_grad)
-    frozen = sum(local(p).nbytes for p in setup.model.parameters() if not p.requires_grad)
-    width = 4 if args.model_dtype == "float32" else 2
-    layers, hidden = config.num_hidden_layers, config.hidden_size
-    block = 10 * hidden + 3 * (getattr(config, "intermediate_size", None) or 4 * hidden)  # numbers per token within a block
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    group_size = load_objective(args.method, args.method_settings).group_size
-    tokens = args.per_device_train_batch_size * group_size * args.max_context_tokens
-    update = tokens * width * (layers * (hidden if args.activation_checkpointing else block) + block)
-    cache = 2 * args.rollout_batch_size * args.max_context_tokens * layers * heads * head_size * width
-    score = args.score_tokens_per_forward * width * block
-    return {"base model": frozen, "adapter, teacher, optimizer": trainable * 4 * 5, "work": max(update, cache, score)}
+def check_defaults(setup: Setup) -> Iterator[Finding]:
+    """What was chosen for the device where the settings leave it open, and why."""
+    args, device = setup.args, setup.args.device
+    shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
+    chosen = {
+        **setup.decided,
+        "attn_implementation": f"{unwrap(setup.model).config._attn_implementation}"
+        + ("" if args.attn_implementation else ", the default of transformers for this model"),
+        "teacher views": (
+            "one response at a time, shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
+        )
+        + ("" if args.share_prefixes is not None else f", the default for {device.type}"),
+        "head": f"chunks of 2^{(CHUNK_ELEMENTS_GPU if device.type == 'cuda' else CHUNK_ELEMENTS).bit_length() - 1} logits",
+    }
+    yield Finding("note", "defaults", "; ".join(f"{name} {text}" for name, text in chosen.items()))
 
 
 def check_memory(setup: Setup) -> Iterator[Finding]:
-    """The estimate against the free memory. It assumes the longest contexts throughout, so it errs high."""
-    need = memory_estimate(setup)
+    """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
+    need = memory_of_step(setup.args, setup.model, bool(setup.args.gradient_checkpointing))
     total = sum(need.values())
     device = setup.args.device
     free = free_memory(device)

@@ -21,6 +21,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
@@ -36,7 +37,7 @@ from firedistill.models.tokens import check_tokenizer, set_stop_and_pad_tokens
 # The tiny model that comes with the package; see docs/lab.md.
 LAB_FOLDER = Path(__file__).resolve().parents[1] / "lab"
 
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES = ("bfloat16", "float32")
 # What is downloaded of a model besides the shards of its weights: configurations, tokenizer, chat template
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "model.safetensors"]
 
@@ -87,19 +88,22 @@ def load_model_and_tokenizer(
     attn_implementation: str | None = None,
     revision: str | None = None,
     distributed_config: Any = None,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its chat tokenizer.
 
     Args:
         name: see `resolve_model`.
-        dtype: "bfloat16", "float16" or "float32", the type of the base weights. A converted GGUF file is stored in bfloat16.
+        dtype: "bfloat16" or "float32", the type of the base weights. A converted GGUF file is stored in bfloat16.
         quantization: "nf4" keeps the linear layers in 4 bits (NF4, double quantisation; needs `bitsandbytes`).
         attn_implementation: passed to transformers ("sdpa", "eager", "flash_attention_2", ...); None is its default.
         revision: branch, tag or commit on the hub; ignored for folders.
         distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.
+        device: where the weights are read to, without a copy of the model in host memory; None is the host, or the devices of
+            `distributed_config`.
 
     Returns:
-        The model, in evaluation mode, on the device where transformers puts it, and the tokenizer, padding on the left.
+        The model, in evaluation mode, and the tokenizer, padding on the left.
 
     Raises:
         ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, custom code, an unknown dtype or
@@ -115,6 +119,8 @@ def load_model_and_tokenizer(
         options["attn_implementation"] = attn_implementation
     if distributed_config is not None:
         options["distributed_config"] = distributed_config
+    if device is not None:
+        options["device_map"] = {"": device}
 
     source = resolve_model(name)
     on_hub = not Path(source).is_dir()
@@ -138,6 +144,17 @@ def load_model_and_tokenizer(
     with explain_errors(name, "its special tokens"):
         set_stop_and_pad_tokens(model, tokenizer)
     return model, tokenizer
+
+
+def weight_bytes(name: str, dtype: str) -> int:
+    """Bytes of the weights of a model in this type, by its configuration; raises ModelError as `load_model_and_tokenizer` does."""
+    source = resolve_model(name)
+    folder = source if Path(source).is_dir() else _downloaded(source, None)
+    with explain_errors(name, "its configuration"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
 
 
 def _downloaded(name: str, revision: str | None) -> str:

@@ -278,23 +278,24 @@ class Fire(Objective):
     def metrics(self, batch: MicroBatch, correct: Tensor, output: FireHeadOutput) -> Metrics:
         """Token means of the quantities of both branches. Field energies exist only where the views were scored."""
         metrics = Metrics()
+        right, wrong = correct.nonzero().flatten(), (~correct).nonzero().flatten()  # a mask would make the host wait every time
         metrics.mean(
             rho=output.rho,
             entropy=output.entropy,
-            beta=output.beta[correct],
-            clipped_correct=output.beta[correct] < 1,
-            chi=output.chi[~correct],
-            chi_active=output.chi[~correct] > 0,
-            alpha_full=output.alpha[0, ~correct],
-            eta=output.eta[~correct],
-            projected=output.eta[~correct] < 1,
-            kl=output.kl[~correct],
+            beta=output.beta[right],
+            clipped_correct=output.beta[right] < 1,
+            chi=output.chi[wrong],
+            chi_active=output.chi[wrong] > 0,
+            alpha_full=output.alpha[0, wrong],
+            eta=output.eta[wrong],
+            projected=output.eta[wrong] < 1,
+            kl=output.kl[wrong],
         )
         metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
         if not self.attribution:
             return metrics
         for names, group in by_fields(batch.wrong.rollouts).items():
-            tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).bool()
+            tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).nonzero().flatten()
             for j, name in enumerate(names):
                 scored = j < len(output.field_energy)
                 alpha = output.alpha[j + 1, tokens] if scored else torch.zeros_like(output.rho[tokens])

@@ -24,11 +24,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from firedistill.ops.head import Head, with_gradients
+from firedistill.ops.head import Head, float32_sums, with_gradients
 
 # Logits projected at once, in the head's dtype; at most three buffers of this size exist (student, full teacher, other views).
 # Every projection reads the whole head, so smaller chunks cost more per token.
 CHUNK_ELEMENTS = 2**25
+CHUNK_ELEMENTS_GPU = 2**28
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
@@ -128,7 +129,7 @@ def first_pass(
         log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
-        chunk_size: tokens projected at once; by default as many as have 2^25 logits. Sets the peak memory.
+        chunk_size: tokens projected at once; by default as many as have 2^25 logits, 2^28 on a GPU. Sets the peak memory.
         loo_hidden: `[B, W, H]` if the views without a field are known already: no token waits for `attribute` then, and none is
             projected twice.
 
@@ -166,11 +167,11 @@ def first_pass(
         log_prob_floor=log_prob_floor,
         attribution=attribution,
         projection=projection,
-        chunk_size=chunk_size or max(1, CHUNK_ELEMENTS // head.vocabulary_size),
+        chunk_size=chunk_size or max(1, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // head.vocabulary_size),
         block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
         differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )
-    with torch.no_grad(), torch.cuda.device_of(hidden):
+    with torch.no_grad(), float32_sums(), torch.cuda.device_of(hidden):
         state.correct_branch(correct.nonzero().flatten(), token_ids)
         state.incorrect_branch(loo_hidden)
     return state
@@ -239,7 +240,7 @@ class FirstPass:
             raise ValueError(f"loo_hidden {tuple(loo_hidden.shape)} does not fit {len(self.over)} tokens over the radius")
         self.allocate_attribution(len(loo_hidden))
         tokens = self.wrong[self.over]
-        with torch.no_grad(), torch.cuda.device_of(self.hidden):
+        with torch.no_grad(), float32_sums(), torch.cuda.device_of(self.hidden):
             for part, products in self.projected(tokens):
                 full = self.teacher_head.project(self.teacher_hidden[self.over[part]])
                 every = torch.arange(len(products), device=products.device)
@@ -284,7 +285,7 @@ class FirstPass:
 
         `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`.
         """
-        outside_rows = []
+        not_done = []
         for rows in self.blocks(products):
             here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
             ratio = student.centred_ratio(student.logits, log_q_c)
@@ -300,8 +301,8 @@ class FirstPass:
             self.record(here, rho=student.rho, entropy=student.entropy, energy=energy, chi=chi, kl=kl, eta=eta)
             done = ~outside if self.attribution else torch.ones_like(outside)
             self.finish(products, rows, here, student, gradient, norm, eta, loss, done)
-            outside_rows.append(rows[~done])
-        return torch.cat(outside_rows)
+            not_done.append(~done)
+        return torch.cat(not_done).nonzero().flatten()  # once per chunk: the host waits for it
 
     def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, loo_hidden: Tensor) -> None:
         """Attribution, then projection, at the K positions `over` (eqs. fire_attribution_weights to fire_final_target).
@@ -356,7 +357,7 @@ class FirstPass:
         if self.differentiate:
             gradient *= (scale * self.token_weights[tokens]).unsqueeze(-1)
             (gradient,) = torch.autograd.grad(student.attached_logits, student.products, gradient)
-            products[rows if done is None else rows[done]] = gradient if done is None else gradient[done]
+            products[rows] = gradient if done is None else torch.where(done.unsqueeze(-1), gradient, products[rows])
 
     # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 

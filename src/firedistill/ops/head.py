@@ -7,7 +7,8 @@ chunk, whatever the number of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -118,6 +119,18 @@ def check_head(model: nn.Module, head: Head) -> None:
         )
 
 
+@contextmanager
+def float32_sums() -> Iterator[None]:
+    """Let products in bfloat16 add their partial sums in float32 on a GPU; the gradient of the head sums over the vocabulary."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
+
+
 TokenLoss = Callable[[Tensor, slice], Tensor]
 
 
@@ -150,10 +163,10 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
     head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in trained]
     total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     for rows in chunks(hidden, head):
-        with torch.enable_grad():
+        with torch.enable_grad(), float32_sums():
             chunk = hidden[rows].detach().requires_grad_()
             value = (token_weights[rows] * token_loss(head(chunk), rows)).sum()
-        gradients = torch.autograd.grad(value, [chunk, *trained])
+            gradients = torch.autograd.grad(value, [chunk, *trained])
         hidden_gradient[rows] = gradients[0]
         for accumulated, gradient in zip(head_gradients, gradients[1:], strict=True):
             accumulated += gradient

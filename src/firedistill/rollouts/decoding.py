@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
 from firedistill.rollout import Sampling
-from firedistill.rollouts.sampling import choose_tokens, penalise_repetition
+from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalise_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -43,92 +44,115 @@ def _is_plain(cache: DynamicCache) -> bool:
     return bool(cache.layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
-def decode(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    limits: Sequence[int],
-    uniforms: Tensor,
-    stop_ids: Sequence[int],
-    pad_id: int,
-) -> list[list[int]]:
-    """Sample one response per prompt, all in one batch.
+def decode(batch: Batch, limits: Sequence[int], stop_ids: Sequence[int]) -> list[list[int]]:
+    """Sample one response per row of the batch.
 
     Args:
-        model: a causal language model for which `can_decode` holds, in evaluation mode.
+        batch: a `GrowingBatch` or a `FixedBatch`.
         limits: largest number of tokens of each response, at least 1.
-        uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, independently of the batch.
         stop_ids: tokens that end a response and belong to it.
-        pad_id: left padding of shorter prompts; it is masked.
 
     Returns:
         The token ids of the responses, stop token included.
-    """
-    different = list(dict.fromkeys(map(tuple, prompts)))
-    batch = _Batch(model, different, max(limits), pad_id, remember=sampling.repetition_penalty != 1)
-    scores = batch.read_prompts()
-    place = {prompt: index for index, prompt in enumerate(different)}
-    expansion = [place[tuple(prompt)] for prompt in prompts]
-    batch.select(expansion)
-    scores = scores[expansion]
 
-    uniforms = uniforms.to(model.device)
-    rows = list(range(len(prompts)))  # the response that each row of the batch belongs to
-    responses: list[list[int]] = [[] for _ in prompts]
-    for step in range(max(limits)):
-        if batch.seen is not None:
-            scores = penalise_repetition(scores, batch.seen, sampling.repetition_penalty)
-        tokens = choose_tokens(scores, sampling, uniforms[rows, step])
+    Raises:
+        FloatingPointError: the model's logits are not finite.
+    """
+    responses: list[list[int]] = [[] for _ in limits]
+    rows = list(range(len(limits)))  # the response that each row of the batch belongs to
+    while True:
         unfinished = []
-        for index, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            responses[row].append(token)
-            if token not in stop_ids and len(responses[row]) < limits[row]:
+        for index, (row, tokens) in enumerate(zip(rows, batch.next_tokens(), strict=True)):
+            response = responses[row]
+            for token in tokens:
+                if len(response) == limits[row] or (response and response[-1] in stop_ids):
+                    break
+                if token < 0:
+                    raise FloatingPointError(NOT_FINITE_LOGITS)
+                response.append(token)
+            if len(response) < limits[row] and response[-1] not in stop_ids:
                 unfinished.append(index)
         if not unfinished:
-            break
-        if len(unfinished) < len(rows):
-            # Copying the cache once costs less than a step, so a finished response leaves at once.
+            return responses
+        if batch.keep(unfinished):
             rows = [rows[index] for index in unfinished]
-            batch.select(unfinished)
-            tokens = tokens[unfinished]
-        scores = batch.read(tokens)
-    return responses
 
 
-class _Batch:
-    """What the model has read so far: `length` columns, of which `mask` `[B, longest]` leaves out the padding on the left.
+class Batch(Protocol):
+    """Sequences that a model continues together."""
 
-    `seen` is `[B, V]`, true for the tokens read; None without `remember`.
+    def next_tokens(self) -> list[list[int]]:
+        """The next tokens of every row, at least one each, and equally many. They may continue after the end of a response."""
+        ...
+
+    def keep(self, rows: list[int]) -> bool:
+        """Told which rows are not finished; true if the others are dropped."""
+        ...
+
+
+class Prompts:
+    """Prompts of a batch, read by the model once each.
+
+    Attributes:
+        ids: `[D, W]`, the D different prompts with padding on the left.
+        mask: `[D, W]`, 0 at the padding, otherwise 1.
+        expansion: the prompt of each row of the batch.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[tuple[int, ...]], room: int, pad_id: int, remember: bool):
-        width = max(map(len, prompts))
-        self.model, self.cache, self.length = model, roomy_cache(model), 0
-        self.prompt_ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=model.device)
-        self.mask = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + room) for p in prompts], device=model.device)
+    def __init__(self, prompts: Sequence[list[int]], pad_id: int, device: torch.device):
+        different = list(dict.fromkeys(map(tuple, prompts)))
+        place = {prompt: index for index, prompt in enumerate(different)}
+        self.expansion = [place[tuple(prompt)] for prompt in prompts]
+        width = max(map(len, different))
+        self.ids = torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in different], device=device)
+        self.mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in different], device=device)
+
+    def seen(self, vocabulary: int) -> Tensor:
+        """`[D, V]`, true for the tokens of each prompt."""
+        # One more column takes the padding, whose token may also occur in prompts.
+        ids = self.ids.masked_fill(self.mask == 0, vocabulary)
+        seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device)
+        return seen.scatter_(-1, ids, True)[:, :-1]
+
+
+class GrowingBatch:
+    """A batch with caches that grow, where every token is looked at, and a finished response leaves at once.
+
+    Args:
+        model: a causal language model for which `can_decode` holds, in evaluation mode.
+        uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, independently of the batch.
+        pad_id: left padding of shorter prompts; it is masked.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[list[int]], sampling: Sampling, uniforms: Tensor, pad_id: int):
+        self.model, self.sampling, self.uniforms, self.cache = model, sampling, uniforms.to(model.device), roomy_cache(model)
+        self.steps = self.length = 0
+        read = Prompts(prompts, pad_id, model.device)
+        room = read.mask.new_ones(len(read.mask), uniforms.shape[-1])
+        self.mask = torch.cat([read.mask, room], -1)
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
-        self.remember = remember
-        self.seen: Tensor | None = None
+        self.seen: Tensor | None = None  # `[B, V]`, true for the tokens read, where they have a penalty
+        scores = self.forward(read.ids)
+        if sampling.repetition_penalty != 1:
+            self.seen = read.seen(scores.shape[-1])
+        self.scores = scores[read.expansion]
+        self.tokens: Tensor | None = None
+        self.select(read.expansion)
 
-    def read_prompts(self) -> Tensor:
-        """Logits `[B, V]` of the first token."""
-        scores = self._forward(self.prompt_ids)
-        if self.remember:
-            # One more column takes the padding, whose token may also occur in prompts.
-            vocabulary = scores.shape[-1]
-            ids = self.prompt_ids.masked_fill(self.mask[:, : self.length] == 0, vocabulary)
-            self.seen = torch.zeros(len(ids), vocabulary + 1, dtype=torch.bool, device=ids.device).scatter_(-1, ids, True)[
-                :, :-1
-            ]
-        return scores
-
-    def read(self, tokens: Tensor) -> Tensor:
-        """Logits `[B, V]` after `tokens` `[B]`."""
+    def next_tokens(self) -> list[list[int]]:
+        if self.tokens is not None:
+            if self.seen is not None:
+                self.seen.scatter_(-1, self.tokens.unsqueeze(-1), True)
+            self.scores = self.forward(self.tokens.unsqueeze(-1))
+        scores = self.scores
         if self.seen is not None:
-            self.seen.scatter_(-1, tokens.unsqueeze(-1), True)
-        return self._forward(tokens.unsqueeze(-1))
+            scores = penalise_repetition(scores, self.seen, self.sampling.repetition_penalty)
+        self.tokens = choose_tokens(scores, self.sampling, self.uniforms[:, self.steps])
+        self.steps += 1
+        return [[token] for token in self.tokens.tolist()]
 
-    def _forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits `[B, V]` after the tokens `ids` `[B, T]`."""
         start, self.length = self.length, self.length + ids.shape[-1]
         output = self.model(
             input_ids=ids,
@@ -140,6 +164,12 @@ class _Batch:
         )
         return output.logits[:, -1].float()
 
+    def keep(self, rows: list[int]) -> bool:
+        # Copying the cache once costs less than a step, so a finished response leaves at once.
+        self.uniforms = self.uniforms[rows]
+        self.select(rows)
+        return True
+
     def select(self, rows: list[int]) -> None:
         """Continue with these rows only; a row may occur several times."""
         if rows == list(range(len(self.mask))):
@@ -148,6 +178,7 @@ class _Batch:
         self.cache.batch_select_indices(index)
         self.mask, self.positions = self.mask[index], self.positions[index]
         self.seen = None if self.seen is None else self.seen[index]
+        self.tokens = None if self.tokens is None else self.tokens[index]
 
 
 class RoomyLayer(DynamicLayer):

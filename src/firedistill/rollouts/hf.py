@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -9,14 +10,15 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.memory import SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.states import inference_mode
 from firedistill.rollout import Response, Sampling
-from firedistill.rollouts.decoding import can_decode, decode
-from firedistill.rollouts.merging import merged_adapter, merged_bytes
+from firedistill.rollouts.decoding import Batch, GrowingBatch, can_decode, decode
+from firedistill.rollouts.fixed import Decoder, FixedBatch, can_fix
+from firedistill.rollouts.merging import merged_adapter
 
 MERGING_PAYS_AFTER = 16  # decoding steps of one call
 
@@ -37,8 +39,10 @@ class HFRolloutEngine:
         model: a causal language model, possibly with an adapter.
         tokenizer: its tokenizer, with a pad token.
         batch_size: prompts sampled together; halved when memory runs out, which does not change the responses of `decoding.py`.
-        merge_adapter: None merges if the copies take less than half of the accelerator's free memory (always on the CPU) and the
-            call is long enough to pay for the merging. Layers that cannot be merged (NF4) run unmerged in any case.
+        merge_adapter: None merges where the call is long enough to pay for it. Layers that cannot be merged (NF4) run unmerged in
+            any case.
+        fixed: keep merged copies, keys and values in the same memory from call to call, and look at the tokens after every 16 of them
+            only (`fixed.py`), where the model allows it. None does so on GPUs, whose host does not keep up otherwise.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class HFRolloutEngine:
         tokenizer: PreTrainedTokenizerBase,
         batch_size: int | BatchLimit = 32,
         merge_adapter: bool | None = None,
+        fixed: bool | None = None,
     ):
         self.model, self.tokenizer, self.merge_adapter = model, tokenizer, merge_adapter
         self.limit = (
@@ -54,6 +59,17 @@ class HFRolloutEngine:
         )
         self.stop_ids = stop_token_ids(model, tokenizer)
         self.causal_lm = causal_lm_for_decoding(model)
+        self.decoder: Decoder | None = None
+        self.copies: dict[nn.Module, nn.Module] | None = None
+        fixed = model.device.type == "cuda" if fixed is None else fixed
+        if fixed and self.causal_lm is not None and can_fix(self.causal_lm):
+            self.decoder, self.copies = Decoder(self.causal_lm, tokenizer.pad_token_id, self.stop_ids), {}
+
+    def sharing(self, limit: BatchLimit) -> HFRolloutEngine:
+        """An engine with another batch size and the same memory."""
+        other = copy.copy(self)
+        other.limit = limit
+        return other
 
     def generate(
         self,
@@ -70,9 +86,20 @@ class HFRolloutEngine:
         """
         limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
         for attempt in self.limit.attempts():
-            with attempt:
+            with attempt, self._released_on_failure():
                 sampled = self._sample(prompts, sampling, seed, progress, limits)
         return [self._response(ids) for ids in sampled]
+
+    @contextmanager
+    def _released_on_failure(self) -> Iterator[None]:
+        """Free what is kept from call to call if the block raises: memory may be short, or the values not finite."""
+        try:
+            yield
+        except BaseException:
+            if self.decoder is not None and self.copies is not None:
+                self.decoder.release()
+                self.copies.clear()
+            raise
 
     def _sample(
         self,
@@ -96,7 +123,7 @@ class HFRolloutEngine:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             inference_mode(self.model),
             only_these_settings(self.model),
-            merged_adapter(self.model) if self._merges(steps) else nullcontext(),
+            merged_adapter(self.model, self.copies) if self._merges(steps) else nullcontext(),
         ):
             torch.manual_seed(seed)
             for batch in batches:
@@ -113,19 +140,19 @@ class HFRolloutEngine:
         return sampled
 
     def _merges(self, steps: int) -> bool:
-        if self.merge_adapter is not None:
-            return self.merge_adapter
-        if steps < MERGING_PAYS_AFTER:
-            return False
-        device = self.model.device
-        return device.type != "cuda" or merged_bytes(self.model) < torch.cuda.mem_get_info(device)[0] / 2
+        return steps >= MERGING_PAYS_AFTER if self.merge_adapter is None else self.merge_adapter
 
     def _decode_batch(
         self, prompts: list[list[int]], sampling: Sampling, limits: list[int], uniforms: Tensor
     ) -> list[list[int]]:
         assert self.causal_lm is not None  # `generate` has looked
-        pad = self.tokenizer.pad_token_id
-        return decode(self.causal_lm, prompts, sampling, limits, uniforms, self.stop_ids, pad)
+        batch: Batch
+        if self.decoder is not None:
+            batch = FixedBatch(self.decoder, prompts, sampling, uniforms[:, : max(limits)])
+        else:
+            pad = self.tokenizer.pad_token_id
+            batch = GrowingBatch(self.causal_lm, prompts, sampling, uniforms[:, : max(limits)], pad)
+        return decode(batch, limits, self.stop_ids)
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         width = max(map(len, prompts))

@@ -38,7 +38,8 @@ def load_engines(
         ImportError: vLLM is not installed.
     """
     if args.rollouts == "hf":
-        return HFRolloutEngine(model, tokenizer, limits["rollouts"]), HFRolloutEngine(model, tokenizer, limits["evaluation"])
+        student = HFRolloutEngine(model, tokenizer, limits["rollouts"], merge_adapter=None if args.merge_adapter else False)
+        return student, student.sharing(limits["evaluation"])
     context, sequences = engine_context(model, args), max(args.rollout_batch_size, args.eval_batch_size)
     engine: RolloutEngine
     if args.rollouts == "vllm":

@@ -59,26 +59,36 @@ def merged_bytes(model: nn.Module) -> int:
 
 @contextmanager
 @torch.no_grad()
-def merged_adapter(model: PreTrainedModel | PeftModel) -> Iterator[None]:
+def merged_adapter(model: PreTrainedModel | PeftModel, copies: dict[nn.Module, nn.Module] | None = None) -> Iterator[None]:
     """Run `model` with its adapter merged, from the present values of base and adapter.
 
     Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`. The same
     layers are restored afterwards, also after an exception. Gradients do not flow through the copies. Where the CPU's matrix kernels
     have their own block layout, the copies and a copy of the output projection use it.
+
+    Args:
+        copies: where to keep the plain layers, by the layer that they stand for. A later call with the same mapping writes the present
+            values into the same tensors, except where they are in the CPU's own layout.
     """
     adapted = mergeable_layers(model)
     layers: list[tuple[nn.Module, str, nn.Module]] = [*adapted]
-    copies: dict[nn.Module, nn.Module] = {}
+    kept = {} if copies is None else copies
     try:
+        fresh: set[nn.Module] = set()
         for _, _, adapter in adapted:
-            if adapter not in copies:  # a layer may have several parents
-                copies[adapter] = _linear(merged_weight(adapter), _base(adapter).bias)
+            if adapter not in fresh:  # a layer may have several parents
+                fresh.add(adapter)
+                weight, copy = merged_weight(adapter), kept.get(adapter)
+                if type(copy) is nn.Linear and copy.weight.shape == weight.shape and copy.weight.device == weight.device:
+                    copy.weight.copy_(weight)
+                else:
+                    kept[adapter] = _linear(weight, _base(adapter).bias)
         head = model.get_output_embeddings() if layers else None
         if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
-            copies[head] = PackedLinear(head.weight, head.bias)
+            kept[head] = PackedLinear(head.weight, head.bias)
             layers += [(parent, name, head) for parent in model.modules() for name, m in parent.named_children() if m is head]
         for parent, name, layer in layers:
-            setattr(parent, name, copies[layer])
+            setattr(parent, name, kept[layer])
         yield
     finally:
         for parent, name, layer in layers:

@@ -2,6 +2,8 @@
 
 The order is that of `transformers`: repetition penalty, temperature, top-k, top-p, and the distribution is the same. Only the largest
 scores are sorted, since a nucleus has tens of tokens and a vocabulary 150,000; where a nucleus is wider, more of them are.
+
+Probabilities are cumulated as integers. Their sums are exact, so that the order in which a device adds them has no effect.
 """
 
 from __future__ import annotations
@@ -12,6 +14,11 @@ from torch import Tensor
 from firedistill.rollout import Sampling
 
 CANDIDATES = 128
+# What `draw` returns instead of a token
+TOO_FEW, NOT_FINITE = -1, -2
+NOT_FINITE_LOGITS = "the model's logits are not finite: no token can be drawn from them"
+# Weights in [0, 1] as integers: 2^18 of them, more than a vocabulary has, sum to less than 2^63.
+UNIT = 2**44
 
 
 def penalise_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -36,25 +43,36 @@ def choose_tokens(scores: Tensor, sampling: Sampling, uniforms: Tensor) -> Tenso
     Raises:
         FloatingPointError: a distribution is not finite.
     """
+    width = CANDIDATES
+    tokens = draw(scores, sampling, uniforms, width)
+    while bool((missing := tokens == TOO_FEW).any()):
+        width *= 16
+        tokens[missing] = draw(scores[missing], sampling, uniforms[missing], width)
+    if bool((tokens == NOT_FINITE).any()):
+        raise FloatingPointError(NOT_FINITE_LOGITS)
+    return tokens
+
+
+def draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Tensor:
+    """One token per row among at least the `width` best ones, without a look at a value by the host.
+
+    Returns:
+        `[B]` token ids; `TOO_FEW` where the draw depends on further tokens, `NOT_FINITE` where there is no distribution. Greedy choice
+        (temperature 0) always returns a token.
+    """
     if sampling.temperature == 0:
         return scores.argmax(-1)
-    return _draw(scores / sampling.temperature, sampling, uniforms, max(CANDIDATES, sampling.top_k + 1))
-
-
-def _draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Tensor:
-    probabilities, tokens, complete = candidates(scores, sampling, width)
-    cumulated = probabilities.cumsum(-1)
-    # `right`: the first entry above the threshold, so never a token of probability zero. A float64 number below 1 times the
-    # sum is below the sum, also after rounding.
-    place = torch.searchsorted(cumulated, uniforms.unsqueeze(-1) * cumulated[:, -1:], right=True)
+    weights, tokens, complete, finite = candidates(scores / sampling.temperature, sampling, max(width, sampling.top_k + 1))
+    cumulated = weights.cumsum(-1)
+    total = cumulated[:, -1:]
+    # The first entry above the threshold, which is below the total: never a token of weight zero.
+    threshold = torch.minimum((uniforms.unsqueeze(-1) * total.double()).long(), total - 1)
+    place = torch.searchsorted(cumulated, threshold, right=True)
     chosen = tokens.gather(-1, place.clamp(max=tokens.shape[-1] - 1)).squeeze(-1)
-    if not complete.all():
-        rest = ~complete
-        chosen[rest] = _draw(scores[rest], sampling, uniforms[rest], 16 * width)
-    return chosen
+    return chosen.masked_fill(~complete, TOO_FEW).masked_fill(~finite, NOT_FINITE)
 
 
-def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, Tensor, Tensor]:
+def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The distribution of the next token over the `width` best tokens.
 
     Where the nucleus ends among tokens of equal score, the sort order decides which of them belong to it, as in `transformers`.
@@ -63,38 +81,38 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
         scores: `[B, V]` logits after repetition penalty and temperature.
 
     Returns:
-        Weights `[B, K]` in float64, proportional to the probabilities, 0 for tokens that top-k or top-p excludes; their tokens
-        `[B, K]`; and `[B]` true where no allowed token is missing.
+        Weights `[B, K]` in int64, proportional to the probabilities, 0 for tokens that top-k or top-p excludes; their tokens
+        `[B, K]`; `[B]` true where no allowed token is missing; and `[B]` true where the scores give a distribution.
     """
     vocabulary = scores.shape[-1]
     best = scores.amax(-1, keepdim=True)
     if sampling.top_k == 0 and sampling.top_p >= 1:
-        weights = (scores - best).exp().double()
-        _check_finite(weights.sum(-1))
+        finite, weights = _finite((scores - best).exp().double())
         tokens = torch.arange(vocabulary, device=scores.device).expand_as(scores)
-        return weights, tokens, torch.ones_like(best[:, 0], dtype=torch.bool)
+        return (weights * UNIT).long(), tokens, torch.ones_like(finite), finite
     width = min(width, vocabulary)
     values, tokens = scores.topk(width)
-    weights = (values - best).exp().double()
+    finite, weights = _finite((values - best).exp().double())
+    weights = (weights * UNIT).long()
     if sampling.top_k > 0:
         kth = values[:, min(sampling.top_k, width) - 1, None]
         allowed = values >= kth  # with all that tie with the k-th
         weights = weights.masked_fill(~allowed, 0)
-        total = weights.sum(-1, keepdim=True)
+        total = weights.sum(-1, keepdim=True).double()
     else:
         allowed = torch.ones_like(values, dtype=torch.bool)
-        total = (scores - best).exp().sum(-1, keepdim=True, dtype=torch.float64)
-    _check_finite(total)
+        total = (scores - best).exp().sum(-1, keepdim=True, dtype=torch.float64) * UNIT
     may_continue = allowed[:, -1]
     if sampling.top_p < 1:
-        inside = weights.cumsum(-1) - weights < sampling.top_p * total
+        inside = (weights.cumsum(-1) - weights).double() < sampling.top_p * total
         inside[:, 0] = True
         weights = weights.masked_fill(~inside, 0)
         if sampling.top_k == 0:  # with top-k, `total` itself is only known once all that tie with the k-th are there
             may_continue = inside[:, -1]
-    return weights, tokens, ~may_continue if width < vocabulary else torch.ones_like(may_continue)
+    return weights, tokens, ~may_continue if width < vocabulary else torch.ones_like(may_continue), finite
 
 
-def _check_finite(total: Tensor) -> None:
-    if not total.isfinite().all():
-        raise FloatingPointError("the model's logits are not finite: no token can be drawn from them")
+def _finite(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B]` true where the weights `[B, K]` of a row are numbers, and the weights with zeros elsewhere."""
+    finite = weights.sum(-1).isfinite()
+    return finite, weights.where(finite.unsqueeze(-1), 0.0)

@@ -21,7 +21,7 @@ import transformers
 from torch import nn
 
 from firedistill.coerce import read_yaml
-from firedistill.config import SelfDistillConfig, effect
+from firedistill.config import OPEN, SelfDistillConfig, effect
 from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
 from firedistill.run.log import last_row
@@ -89,7 +89,7 @@ def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig) -> dict[str, str]:
-    """What differs between two identities, as texts by name; settings that may differ are left out.
+    """What differs between two identities, as texts by name; settings that may differ or are not decided yet are left out.
 
     Args:
         config: its class has the default of a setting that is not stored.
@@ -99,10 +99,16 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: S
     found = {}
     for name in dict.fromkeys([*before, *now]):
         values = [side.get(name, unknown) for side in (before, now)]
-        if effect(name) in ("result", "rounding") and values[0] != values[1]:
+        undecided = name in OPEN and OPEN[name] in values
+        if effect(name) in ("result", "rounding") and values[0] != values[1] and not undecided:
             old, new = ("unknown" if value is unknown else repr(value) for value in values)
             found[name] = f"{name} was {old}, is {new}"
     return found
+
+
+def stored_settings(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the run that wrote a checkpoint."""
+    return _part(manifest, "settings")
 
 
 def _part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -77,6 +77,9 @@ class ResumableTrainer(Trainer):
         """What makes the run the same run; see `firedistill.run.identity.identity`."""
         raise NotImplementedError
 
+    def adopt(self, settings: Mapping[str, Any]) -> None:
+        """Take over what the checkpoint's run, of these settings, has decided and this one leaves open; called on every process."""
+
     def save_extra(self, folder: Path) -> None:
         """Write what else a checkpoint holds; called on the main process."""
 
@@ -152,6 +155,7 @@ class ResumableTrainer(Trainer):
         step, manifest = checkpoints.step_of(folder), checkpoints.read_manifest(folder)
         if manifest.get("step") != step:
             raise CheckpointError(f"{folder} was renamed: it holds step {manifest.get('step')!r}")
+        self.adopt(identity.stored_settings(manifest))
         self._allowed_changes = identity.refuse_differences(folder, manifest, self.identity(), self.args, allow_changes)
         if step > self.args.max_steps:
             raise CheckpointError(

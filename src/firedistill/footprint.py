@@ -1,0 +1,242 @@
+"""How much memory a step takes, before it is made: the student's and the teacher's passes run on tensors without values.
+
+Every operation runs with the shapes, types and kernels of the step, so that whatever model and adapter keep for the backward pass is
+counted, and nothing is computed. What the head, the cache and the optimizer take follows from their sizes.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel, masking_utils
+
+from firedistill.config import SelfDistillConfig
+from firedistill.memory import held_memory
+from firedistill.models.sharding import local
+from firedistill.models.states import inference_mode, is_sharded, last_hidden_states, unwrap
+from firedistill.objectives import load_objective
+from firedistill.ops import fire_head
+from firedistill.rollouts.merging import can_pack, merged_bytes
+from firedistill.teacher.prefix_cache import can_share_prefixes
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = 50_000_000  # bytes of code and caches of libraries that the first step adds to a process on a CPU; measured
+BLOCKS = 12  # tensors of `BLOCK_ELEMENTS` that the head holds at the same time
+SCORES = 6  # tensors `[B, V]` in float32 that sampling holds at the same time
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations inside the block have made, as long as they are referenced.
+
+    Attributes:
+        now, peak: bytes at present, and at most.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: dict[int, weakref.ref] = {}
+
+    def add(self, tensor: Tensor, made: bool = True) -> None:
+        """Count the storage of a tensor once; with `made` false, never."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes() if made else 0
+        if key in self.known:
+            return
+
+        def gone(reference: weakref.ref) -> None:
+            self.now -= size
+            del self.known[key]
+
+        self.known[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf)
+        return result
+
+
+@contextmanager
+def counted(model: nn.Module) -> Iterator[LiveBytes]:
+    """Run operations on tensors without values inside the block, and count what they make; the model's own tensors are not counted."""
+    # transformers looks at the values of positions for packed sequences, and without values builds a mask that the step does not have.
+    no_packing = patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    with no_packing, FakeTensorMode(allow_non_fake_inputs=True) as fake, LiveBytes() as live:
+        own = [fake.from_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())]
+        for tensor in own:
+            live.add(tensor, made=False)
+        yield live
+
+
+@contextmanager
+def recomputing(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
+    """The model in training mode, recomputing activations if `wanted`; restored afterwards."""
+    new = hasattr(model, "activation_checkpointing_enable")
+    training = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        if wanted:
+            (model.activation_checkpointing_enable if new else model.gradient_checkpointing_enable)()
+        yield
+    finally:
+        if wanted:
+            (model.activation_checkpointing_disable if new else model.gradient_checkpointing_disable)()
+        for module, mode in training.items():
+            module.training = mode
+
+
+def over_layers(
+    model: PreTrainedModel, measure: Callable[[], tuple[float, ...]], roughly: tuple[float, ...]
+) -> Sequence[float]:
+    """What `measure` finds for the whole model, from what it finds for its first two and four layers.
+
+    It is `roughly` for a model that is spread over processes, or that has operations which need values.
+    """
+    if is_sharded(model):
+        return roughly
+    try:
+        return _over_layers(model, measure)
+    except Exception as error:  # whatever the kernels of another package raise
+        logger.info("memory is estimated roughly: %s", " ".join(str(error).split())[:200])
+        return roughly
+
+
+def _over_layers(model: PreTrainedModel, measure: Callable[[], tuple[float, ...]]) -> Sequence[float]:
+    count = model.config.get_text_config().num_hidden_layers
+    found = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if count <= 4 or len(found) != 1:
+        return measure()
+    (layers,) = found
+    every, results = layers._modules, []
+    try:
+        for few in (2, 4):
+            layers._modules = dict(islice(every.items(), few))
+            results.append(measure())
+    finally:
+        layers._modules = every
+    return [two + (count - 2) * (four - two) / 2 for two, four in zip(*results, strict=True)]
+
+
+def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> dict[str, float]:
+    """Bytes by purpose, on the device of the run. It assumes the longest contexts that the settings allow, so it errs high.
+
+    Returns:
+        "model"; "program" (libraries, data; on CPUs only); "adapter, teacher, optimizer"; and the larger one of "sampling" and
+        "training", what these phases add at their peak. Merged copies and caches that a GPU keeps between the phases are in "kept".
+    """
+    device = args.device  # where the model is, or will be
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
+    held = held_memory(device) or 0
+    copies, caches, prompts = sampling_memory(args, model)
+    training = training_memory(args, model, checkpointing)
+    keeps = device.type == "cuda" and args.rollouts == "hf"
+    sampling = prompts + (0 if keeps else copies + caches)
+    return {
+        "model": frozen,
+        **({"program": max(0, held - frozen - 4 * trained) + LIBRARIES} if device.type == "cpu" else {}),
+        "adapter, teacher, optimizer": 5 * 4 * trained,
+        **({"kept": copies + caches} if keeps else {}),
+        **({"sampling": sampling} if sampling > training else {"training": training}),
+    }
+
+
+def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, float, float]:
+    """Bytes of merged copies, of keys and values, and of reading the prompts; of rollouts `hf`, and of evaluation with them."""
+    if args.rollouts != "hf":
+        return 0, 0, 0
+    causal_lm = unwrap(model)
+    asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows = min(asked * load_objective(args.method, args.method_settings).group_size, args.rollout_batch_size)
+    if args.eval_size:
+        rows, asked = (
+            max(rows, min(args.eval_size, args.eval_batch_size)),
+            max(asked, min(args.eval_size, args.eval_batch_size)),
+        )
+    width = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
+    config, head = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings()
+    copies = 0
+    if args.merge_adapter:
+        copies = merged_bytes(model) + (head.weight.nbytes if head is not None and can_pack(head.weight) else 0)
+    caches = rows * (width + args.max_new_tokens) * cache_bytes_per_token(causal_lm)
+    scores = SCORES * 4 * rows * config.vocab_size
+    return copies, caches, scores + pass_memory(model, min(rows, asked), width)
+
+
+def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
+    """Bytes at the peak of a forward pass without gradient."""
+
+    def measure() -> tuple[float]:
+        with inference_mode(model), counted(model) as live:
+            last_hidden_states(model, torch.zeros(sequences, tokens, dtype=torch.long, device=unwrap(model).device))
+        return (live.peak,)
+
+    roughly = sequences * tokens * block_bytes_per_token(unwrap(model))
+    return over_layers(unwrap(model), measure, (roughly,))[0]
+
+
+def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> float:
+    """Bytes at the peak of a micro-batch: the student's activations, with the teacher's pass, the head or the backward pass."""
+    causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
+    sequences = args.per_device_train_batch_size * objective.group_size
+    longest = args.max_context_tokens
+    length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
+    per_token = cache_bytes_per_token(causal_lm)
+    shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
+    if shares and can_share_prefixes(model):
+        teacher = pass_memory(model, 1, longest) + sequences * longest * per_token
+    else:
+        teacher = pass_memory(model, max(1, min(args.score_tokens_per_forward // longest, sequences)), longest)
+    config = causal_lm.config.get_text_config()
+    logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
+    gpu = args.device.type == "cuda"
+    chunk = min(logits, fire_head.CHUNK_ELEMENTS_GPU if gpu else fire_head.CHUNK_ELEMENTS)
+    block = min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
+    head = 3 * width * chunk + BLOCKS * 4 * block
+
+    def measure() -> tuple[float, float]:
+        with counted(model) as live, torch.enable_grad():
+            states = last_hidden_states(model, torch.zeros(sequences, length, dtype=torch.long, device=causal_lm.device))
+            kept = live.now
+            trained = [p for p in model.parameters() if p.requires_grad]
+            torch.autograd.grad(states, trained, torch.ones_like(states), allow_unused=True)
+        return kept, live.peak
+
+    of_block = sequences * length * block_bytes_per_token(causal_lm)
+    of_input = sequences * length * config.hidden_size * width
+    roughly = config.num_hidden_layers * (of_input if checkpointing else of_block)
+    with recomputing(causal_lm, checkpointing):
+        kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
+    return max(peak, kept + max(teacher, head))
+
+
+def cache_bytes_per_token(model: PreTrainedModel) -> float:
+    """Bytes of the keys and values of a token, over all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
+
+
+def block_bytes_per_token(model: PreTrainedModel) -> float:
+    """Roughly the bytes per token within a block."""
+    config = model.config.get_text_config()
+    wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return (10 * config.hidden_size + 3 * wide) * model.dtype.itemsize

@@ -1,0 +1,333 @@
+"""Decoding with every tensor at a fixed address: the host starts many tokens and looks at them together, and a GPU replays a graph.
+
+One step of `Decoder` reads a token per row, draws the next one, and depends on no value that the host would have to know. On a GPU it
+is captured once as a CUDA graph, for each width of the cache that attention reads; elsewhere the same operations run one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+
+from firedistill.memory import is_out_of_memory
+from firedistill.models.states import is_sharded
+from firedistill.rollout import Sampling
+from firedistill.rollouts.decoding import Prompts
+from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 16  # tokens per row between two looks of the host
+WINDOW = 256  # attention reads a multiple of so many columns; each multiple has its own graph
+CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
+GRAPHS = 64  # kept at most
+ATTENTION = "firedistill_decoding"
+
+
+def can_fix(model: PreTrainedModel) -> bool:
+    """Whether `Decoder` can run a model for which `can_decode` holds.
+
+    False for sliding windows, for attention other than PyTorch's, for rotary frequencies that depend on the length, and for weights
+    that are spread over processes.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
+    return (
+        all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+        and config._attn_implementation == "sdpa"
+        and not kinds & {"dynamic", "longrope"}
+        and not is_sharded(model)
+    )
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one token per row, without copies of the keys and values that several heads share.
+
+    Args:
+        query: `[B, heads, 1, size]`.
+        key, value: `[B, groups, W, size]`.
+        attention_mask: `[B, 1, 1, W]`, true where a key is visible.
+
+    Returns:
+        `[B, 1, heads, size]`, and None for the attention weights.
+    """
+    heads, groups = query.shape[1], key.shape[1]
+    together = query.unflatten(1, (groups, heads // groups)).squeeze(3)  # the heads of a group as the queries of one head
+    found = nn.functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=scaling)
+    return found.flatten(1, 2).unsqueeze(1), None
+
+
+AttentionInterface.register(ATTENTION, grouped_attention)
+
+
+class FixedLayer(StaticLayer):
+    """Keys and values `[rows, heads, columns, size]` of a layer; `column` `[1]` says where the next ones are written."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, keys: Tensor, values: Tensor, column: Tensor):
+        super().__init__(keys.shape[-2])
+        self.buffers, self.column, self.is_initialized = (keys, values), column, True
+        self.show(*keys.shape[:3:2])
+
+    def show(self, rows: int, columns: int) -> None:
+        """Let attention read so many rows and columns."""
+        self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self.buffers)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, self.column, key_states)
+        self.values.index_copy_(2, self.column, value_states)
+        return self.keys, self.values
+
+
+class Decoder:
+    """The tensors of `FixedBatch`, which stay where they are from call to call, and the graphs that use them.
+
+    Args:
+        model: a causal language model for which `can_fix` holds.
+        pad_id: left padding of shorter prompts; it is masked.
+        stop_ids: tokens that end a response.
+
+    Attributes:
+        rows, columns: sequences, and tokens of prompt and response together, that there is room for.
+        graphs: by rows, window, sampling parameters and addresses of the weights; None for a step that has run once.
+    """
+
+    def __init__(self, model: PreTrainedModel, pad_id: int, stop_ids: Sequence[int]):
+        self.model, self.pad_id, self.stop_ids = model, pad_id, stop_ids
+        self.captures = model.device.type == "cuda"
+        self.release()
+
+    def release(self) -> None:
+        """Free everything."""
+        self.rows = self.columns = 0
+        self.shown = (0, 0)
+        self.addresses: tuple[int, ...] = ()  # of the weights
+        self.layers: list[FixedLayer] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.graphs: dict[Any, torch.cuda.CUDAGraph | None] = {}
+        self.pool: Any = None  # memory that all graphs use, one after the other
+
+    def reserve(self, like: Sequence[tuple[Tensor, Tensor]], rows: int, columns: int, vocabulary: int) -> None:
+        """Make room for so many rows and columns, with keys and values `like` these of each layer. Drops all graphs if it grows."""
+        if self.rows >= rows and self.columns >= columns:
+            return
+        rows, columns = max(rows, self.rows), max(columns, self.columns)
+        self.release()
+        self.rows, self.columns = rows, columns
+        device = self.model.device
+        self.tensors = {
+            "column": torch.zeros(1, dtype=torch.long, device=device),
+            "step": torch.zeros(1, dtype=torch.long, device=device),
+            "padding": torch.zeros(rows, 1, dtype=torch.long, device=device),
+            "visible": torch.zeros(rows, 1, 1, columns, dtype=torch.bool, device=device),
+            "tokens": torch.zeros(rows, dtype=torch.long, device=device),
+            "responses": torch.zeros(rows, columns, dtype=torch.long, device=device),
+            "uniforms": torch.zeros(rows, columns, dtype=torch.float64, device=device),
+            "seen": torch.zeros(rows, vocabulary, dtype=torch.bool, device=device),
+            "stops": torch.tensor(self.stop_ids, dtype=torch.long, device=device),
+        }
+        for states in like:
+            keys, values = (x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in states)
+            self.layers.append(FixedLayer(keys, values, self.tensors["column"]))
+        self.cache = Cache(layers=[*self.layers])
+
+    def forward(self, rows: int, window: int) -> Tensor:
+        """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
+        at = self.tensors
+        at["visible"].index_fill_(3, at["column"], True)
+        output = self.model(
+            input_ids=at["tokens"][:rows, None].clamp(min=0),
+            attention_mask=at["visible"][:rows, :, :, :window],
+            position_ids=at["column"] - at["padding"][:rows],
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1].float()
+
+    def step(self, rows: int, window: int, sampling: Sampling, exact: bool = False) -> None:
+        """Read the present token of each row and draw the next one. A row whose response has ended repeats its last token.
+
+        Args:
+            exact: never leave a draw open; the host waits for that.
+        """
+        at = self.tensors
+        before = at["tokens"][:rows]
+        ended = (before.unsqueeze(-1) == at["stops"]).any(-1)
+        scores = self.forward(rows, window)
+        if sampling.repetition_penalty != 1:
+            at["seen"][:rows].scatter_(-1, before.unsqueeze(-1).clamp(min=0), True)
+            scores = penalise_repetition(scores, at["seen"][:rows], sampling.repetition_penalty)
+        uniforms = at["uniforms"][:rows].index_select(1, at["step"]).squeeze(1)
+        tokens = choose_tokens(scores, sampling, uniforms) if exact else draw(scores, sampling, uniforms, CANDIDATES)
+        self.put(torch.where(ended, before, tokens))
+
+    def put(self, tokens: Tensor) -> None:
+        """Make these tokens the present ones of the first rows, and advance by one column."""
+        at, rows = self.tensors, len(tokens)
+        at["responses"][:rows].index_copy_(1, at["step"], tokens.unsqueeze(-1))
+        at["tokens"][:rows].copy_(tokens)
+        at["step"] += 1
+        at["column"] += 1
+
+    def window(self, rows: int, column: int) -> int:
+        """Let attention read so many rows, and the columns up to the first multiple of `WINDOW` past this one; returns their number."""
+        window = min(-(-(column + 1) // WINDOW) * WINDOW, self.columns)
+        if self.shown != (rows, window):
+            self.shown = rows, window
+            for layer in self.layers:
+                layer.show(rows, window)
+        return window
+
+    def advance(self, rows: int, column: int, sampling: Sampling) -> None:
+        """`step` at this column, from a graph where there is one."""
+        window = self.window(rows, column)
+        key = rows, window, replace(sampling, max_new_tokens=0), self.addresses
+        # The first step of its kind runs by itself, so that libraries allocate what they keep outside of a graph.
+        if self.captures and key in self.graphs:
+            self.graphs[key] = graph = self.graphs[key] or self.capture(rows, window, sampling)
+            if graph is not None:
+                return graph.replay()
+        elif self.captures:
+            self.graphs = {**self.graphs, key: None} if len(self.graphs) < GRAPHS else {key: None}
+        self.step(rows, window, sampling)
+
+    def capture(self, rows: int, window: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
+        """A graph of the step; None, now and later, if the model cannot be captured."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            self.pool = self.pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self.step(rows, window, sampling)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            logger.warning("sampling runs without a CUDA graph: %s", " ".join(str(error).split())[:200])
+            self.captures = False
+            return None
+        return graph
+
+
+class FixedBatch:
+    """A batch whose tensors belong to a `Decoder`. Its rows stay until all are finished.
+
+    Args:
+        decoder: used by one batch at a time.
+        uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, independently of the batch.
+        every: tokens per row between two looks of the host.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        uniforms: Tensor,
+        every: int = LOOK_EVERY,
+    ):
+        self.decoder, self.sampling, self.every = decoder, sampling, every
+        self.count, self.steps = len(prompts), uniforms.shape[-1]
+        self.rows = 1 << (self.count - 1).bit_length()  # the others repeat the first one: few sizes, few graphs
+        model = decoder.model
+        read = Prompts(prompts, decoder.pad_id, model.device)
+        self.width = read.ids.shape[-1]
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        output = model(
+            input_ids=read.ids,
+            attention_mask=read.mask,
+            position_ids=(read.mask.cumsum(-1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        scores = output.logits[:, -1].float()
+        columns = -(-(self.width + self.steps) // WINDOW) * WINDOW
+        states = [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
+        decoder.reserve(states, self.rows, columns, scores.shape[-1])
+        at, spare = decoder.tensors, self.rows - self.count
+        expansion = torch.tensor(read.expansion + read.expansion[:1] * spare, device=model.device)
+        decoder.addresses = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        for layer, pair in zip(decoder.layers, states, strict=True):
+            for buffer, read_states in zip(layer.buffers, pair, strict=True):
+                buffer[: self.rows, :, : self.width] = read_states[expansion]
+        at["visible"].fill_(False)
+        at["visible"][: self.rows, 0, 0, : self.width] = read.mask[expansion].bool()
+        at["padding"][: self.rows] = (read.mask == 0).sum(-1, keepdim=True)[expansion]
+        at["uniforms"][: self.count, : self.steps] = uniforms.to(model.device)
+        at["uniforms"][self.count : self.rows] = at["uniforms"][:1]
+        at["column"].fill_(self.width - 1)
+        at["step"].zero_()
+        self.prompts_seen: Tensor | None = None
+        scores = scores[expansion]
+        if sampling.repetition_penalty != 1:
+            self.prompts_seen = read.seen(scores.shape[-1])[expansion]
+            self.see(0)
+            scores = penalise_repetition(scores, at["seen"][: self.rows], sampling.repetition_penalty)
+        decoder.put(choose_tokens(scores, sampling, at["uniforms"][: self.rows, 0]))
+        self.done, self.told = 1, 0  # tokens per row that are drawn, and that the caller knows
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Let the model compute attention as `grouped_attention`."""
+        config = self.decoder.model.config.get_text_config(decoder=True)
+        before, config._attn_implementation = config._attn_implementation, ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def next_tokens(self) -> list[list[int]]:
+        until = min(self.told + self.every, self.steps)
+        while True:
+            with self.decoding():
+                for done in range(self.done, until):
+                    self.decoder.advance(self.rows, self.width + done - 1, self.sampling)
+            self.done = until
+            found = self.decoder.tensors["responses"][: self.count, self.told : until].tolist()  # the look
+            wanting = [row.index(TOO_FEW) for row in found if TOO_FEW in row]
+            if not wanting:
+                self.told = until
+                return found
+            self.draw_again(self.told + min(wanting))
+
+    def draw_again(self, step: int) -> None:
+        """Go back to this step and choose its tokens from as many candidates as that takes."""
+        at, rows = self.decoder.tensors, self.rows
+        at["step"].fill_(step)
+        at["column"].fill_(self.width + step - 1)
+        at["visible"][..., self.width + step :] = False
+        at["tokens"][:rows] = at["responses"][:rows, step - 1]
+        if self.prompts_seen is not None:
+            self.see(step - 1)
+        with self.decoding():
+            self.decoder.step(rows, self.decoder.window(rows, self.width + step - 1), self.sampling, exact=True)
+        self.done = step + 1
+
+    def see(self, step: int) -> None:
+        """Mark the tokens of the prompts and of the first `step` ones of the responses as seen."""
+        at, rows = self.decoder.tensors, self.rows
+        assert self.prompts_seen is not None
+        at["seen"][:rows] = self.prompts_seen
+        at["seen"][:rows].scatter_(-1, at["responses"][:rows, :step], True)
+
+    def keep(self, rows: list[int]) -> bool:
+        return False

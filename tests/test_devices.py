@@ -1,0 +1,257 @@
+"""What a GPU would do differently, as far as a CPU can show it: decisions by memory, waits, types, launchers, determinism."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from firedistill import SelfDistillConfig, SelfDistillTrainer, setup
+from firedistill.memory import free_memory, unused_memory
+from firedistill.models import loading
+from firedistill.models.errors import ModelError
+from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
+from firedistill.models.lora import add_lora
+from firedistill.ops import Head, fire_head
+from firedistill.ops.fire_head import fire_head_loss
+from firedistill.ops.head import chunked_token_loss
+from firedistill.rollout import Sampling
+from firedistill.rollouts.merging import merged_bytes
+from firedistill.rollouts.sampling import CANDIDATES, choose_tokens, draw
+from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer, save_checkpoint
+
+GPU = torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+# ---- Memory ------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_of_the_allocator_counts_as_unused(monkeypatch):
+    for name, value in {"mem_get_info": (70, 100), "memory_reserved": 25, "memory_allocated": 20}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert unused_memory(GPU) == 75 and free_memory(GPU) == 95
+
+
+def test_the_processes_of_a_host_share_its_memory(monkeypatch):
+    whole = unused_memory(torch.device("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert unused_memory(torch.device("cpu")) == pytest.approx(whole / 8, rel=0.2)
+
+
+def open_settings(**changes) -> SimpleNamespace:
+    return SimpleNamespace(**{"device": GPU, "merge_adapter": None, "gradient_checkpointing": None, **changes})
+
+
+@pytest.mark.parametrize(("spare", "merges"), [(0.9, False), (1.1, True)])
+def test_merging_is_decided_by_the_unused_memory(spare, merges, monkeypatch):
+    """Twice the copies must be unused, beyond the model that still has to move to the device."""
+    model = add_lora(random_model())
+    unused = sum(p.nbytes for p in model.parameters()) + spare * 2 * merged_bytes(model)
+    monkeypatch.setattr(setup, "unused_memory", lambda device: unused)
+    args = open_settings(activation_checkpointing=True)
+    decided = setup.decide_for_device(args, model)
+    assert args.merge_adapter is merges and decided["merge_adapter"].startswith(f"{str(merges).lower()}: copies take 0.0 GB")
+    args = open_settings(merge_adapter=not merges, activation_checkpointing=True)
+    assert setup.decide_for_device(args, model) == {} and args.merge_adapter is not merges, "what is set is not decided"
+
+
+@pytest.mark.parametrize(("unused", "recomputes"), [(1e6, True), (1e12, False)])
+def test_activations_are_recomputed_where_they_do_not_fit(unused, recomputes, monkeypatch, tmp_path):
+    args, model = run_config("unused", tmp_path, gradient_checkpointing=None), add_lora(random_model())
+    monkeypatch.setattr(SelfDistillConfig, "device", GPU)
+    monkeypatch.setattr(setup, "unused_memory", lambda device: unused)
+    decided = setup.decide_for_device(args, model)
+    assert args.gradient_checkpointing is args.activation_checkpointing is recomputes
+    assert "without it a step adds up to" in decided["gradient_checkpointing"]
+
+
+def test_decisions_on_a_cpu(checkpoint, tmp_path):
+    found = setup.load_setup(run_config(checkpoint, tmp_path / "run", gradient_checkpointing=None), task=ToyTask())
+    assert found.args.gradient_checkpointing is True and found.args.merge_adapter is True
+    assert found.decided == {
+        "merge_adapter": "true: the default for cpu",
+        "gradient_checkpointing": "true: the default for cpu",
+    }
+
+
+def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_path, monkeypatch):
+    first = run_trainer(checkpoint, tmp_path / "run", max_steps=2)
+    first.train()
+
+    def otherwise(args, model):
+        args.merge_adapter = False if args.merge_adapter is None else args.merge_adapter
+        return {"merge_adapter": "false: less memory is unused"}
+
+    monkeypatch.setattr("firedistill.setup.decide_for_device", otherwise)
+    second = run_trainer(checkpoint, tmp_path / "run", max_steps=2)
+    assert second.rollout_engine.merge_adapter is False
+    assert second.checkpoint_to_resume(None) is not None
+    assert second.args.merge_adapter is True and second.rollout_engine.merge_adapter is second.eval_engine.merge_adapter is None
+    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda args, model: {})
+    explicit = run_trainer(checkpoint, tmp_path / "run", max_steps=2, merge_adapter=False)
+    with pytest.raises(ValueError, match="merge_adapter was True, is False"):
+        explicit.checkpoint_to_resume(None)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(1.4, "nf4"), (1.6, None), (None, None)])
+def test_four_bits_where_sixteen_do_not_fit(share, expected, checkpoint, monkeypatch):
+    size = weight_bytes(checkpoint, "bfloat16")
+    assert size == 2 * sum(p.numel() for p in random_model().parameters())
+    monkeypatch.setattr(setup, "unused_memory", lambda device: None if share is None else share * size)
+    args = SelfDistillConfig(quantization="auto", use_cpu=True)
+    assert "1.5 times the weights" in setup.decide_quantization(args, checkpoint)["quantization"]
+    assert args.quantization == expected
+
+
+def test_weights_are_read_to_their_device(checkpoint, monkeypatch, tmp_path):
+    options, original = [], loading.AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        loading.AutoModelForCausalLM, "from_pretrained", lambda *a, **given: options.append(given) or original(*a, **given)
+    )
+    model, _ = load_model_and_tokenizer(checkpoint, device=torch.device("cpu"), attn_implementation="eager")
+    assert options[0]["device_map"] == {"": torch.device("cpu")} and model.config._attn_implementation == "eager"
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules()), "hooks would keep the adapter from merging"
+    setup.load_setup(run_config(checkpoint, tmp_path / "run", attn_implementation="eager"), task=ToyTask())
+    assert "device_map" not in options[1] and options[1]["attn_implementation"] == "eager"
+
+
+# ---- Types, launchers, compilers -------------------------------------------------------------------------------------------------
+
+
+def test_float16_is_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="model_dtype is 'float16': expected 'bfloat16' or 'float32'.*below float16's range"):
+        SelfDistillConfig(model_dtype="float16")
+    with pytest.raises(ModelError, match="unknown dtype 'float16'"):
+        load_model_and_tokenizer(checkpoint, dtype="float16")
+    config = run_config(checkpoint, tmp_path / "run")
+    with pytest.raises(ValueError, match="the model is in float16.*load it in bfloat16 or float32"):
+        setup.load_setup(config, model=random_model(dtype=torch.float16), tokenizer=byte_tokenizer(), task=ToyTask())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "--mixed_precision no"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "--dynamo_backend no"),
+    ],
+)
+def test_what_a_launcher_switches_on_is_refused(name, value, fix, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name} is {value!r}: it would apply to a part of the step only.*{fix}"):
+        SelfDistillConfig(use_cpu=True)
+    monkeypatch.setenv(name, "no")
+    SelfDistillConfig(use_cpu=True)
+
+
+@pytest.mark.parametrize(
+    "setting", [{"torch_compile": True}, {"torch_compile_backend": "inductor"}, {"torch_compile_mode": "default"}], ids=str
+)
+def test_compiling_is_refused_by_name_and_tf32_stays_off(setting):
+    (name,) = setting
+    before = torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(ValueError, match=f"{name} is .*Not supported"):
+        SelfDistillConfig(**setting)
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+# ---- Determinism and rounding ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored_algorithms(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+def test_deterministic_algorithms_on_request(checkpoint, tmp_path, restored_algorithms, monkeypatch):
+    """Every operation of a run has one, and on a CPU the result is the same."""
+    plain = run_trainer(checkpoint, tmp_path / "plain", max_steps=2)
+    plain.train()
+    assert not torch.are_deterministic_algorithms_enabled()
+    trainer = run_trainer(checkpoint, tmp_path / "deterministic", max_steps=2, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    trainer.train()
+    for name, weights in adapter_weights(plain).items():
+        assert torch.equal(adapter_weights(trainer)[name], weights)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    with pytest.raises(ValueError, match="full_determinism is True: expected False .Use deterministic"):
+        SelfDistillConfig(full_determinism=True)
+
+
+class Operations(TorchDispatchMode):
+    """Names and types of the operations inside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.found.append((function.overloadpacket.__name__, result.dtype))
+        return result
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_p=1.0), Sampling(top_p=1.0, top_k=5)], ids=["top-p", "all", "top-k"]
+)
+def test_draws_add_integers_only(sampling):
+    """PyTorch has no deterministic cumulative sum of floating-point numbers on GPUs."""
+    scores, uniforms = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)), torch.rand(4, dtype=torch.float64)
+    with Operations() as operations:
+        tokens = choose_tokens(scores, sampling, uniforms)
+    assert {dtype for name, dtype in operations.found if name == "cumsum"} == {torch.int64}
+    assert torch.equal(draw(scores, sampling, uniforms, 500), tokens) and CANDIDATES < 500
+
+
+class Watched(torch.nn.Linear):
+    """Records, forward and backward, whether PyTorch may add partial sums in bfloat16."""
+
+    def forward(self, states):
+        seen = self.seen = getattr(self, "seen", [])
+        allowed = torch.backends.cuda.matmul
+        seen.append(allowed.allow_bf16_reduced_precision_reduction)
+        result = super().forward(states)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: seen.append(allowed.allow_bf16_reduced_precision_reduction))
+        return result
+
+
+def test_products_with_the_head_add_in_float32():
+    layer = Watched(8, 20, bias=False).bfloat16().requires_grad_(False)
+    hidden = torch.randn(6, 8).bfloat16().requires_grad_()
+    before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    correct = torch.tensor([True, True, False, False, False, False])
+    fire_head_loss(
+        Head(layer),
+        hidden,
+        torch.ones(6),
+        token_ids=torch.arange(6),
+        correct=correct,
+        teacher_hidden=torch.randn(4, 8).bfloat16(),
+        loo_hidden=torch.randn(2, 4, 8).bfloat16(),
+    ).loss.backward()
+    chunked_token_loss(Head(layer), hidden, torch.ones(6), lambda logits, rows: logits.logsumexp(-1)).backward()
+    assert len(layer.seen) >= 6 and not any(layer.seen)
+    assert torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction == before
+
+
+def test_chunks_are_larger_on_gpus():
+    """Fewer, larger products; what is turned into distributions at once follows the cache of a CPU."""
+    assert fire_head.CHUNK_ELEMENTS_GPU == 2**28 and fire_head.CHUNK_ELEMENTS == 2**25
+
+
+def test_the_trainer_uses_what_was_decided(checkpoint, tmp_path):
+    trainer: SelfDistillTrainer = run_trainer(checkpoint, tmp_path / "run", merge_adapter=False)
+    assert trainer.rollout_engine.merge_adapter is trainer.eval_engine.merge_adapter is False
+    assert trainer.rollout_engine.decoder is None, "on a CPU the loop looks at every token"

@@ -1,0 +1,181 @@
+"""The memory estimate: what it counts, and the estimate against the peak of a step in a process of its own.
+
+python tests/test_footprint.py smollm2      # prints estimate, peak and their ratio
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from firedistill import SelfDistillTrainer
+from firedistill.footprint import LiveBytes, counted, memory_of_step, over_layers, pass_memory, training_memory
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora
+from firedistill.models.states import last_hidden_states
+from firedistill.prompts import PromptEncoder, student_messages
+from firedistill.tasks.types import Example, FeedbackField
+from tiny import ToyTask, byte_tokenizer, random_model, run_config
+
+SHAPES = {"prompt": 256, "response": 64, "feedback": 128, "context": 576, "batch": 2}
+
+
+def test_live_bytes_count_what_is_referenced():
+    with LiveBytes() as live:
+        first = torch.zeros(1000)
+        first.view(10, 100).add_(1)
+        second = first + 1
+        del first
+        assert (live.now, live.peak) == (4000, 8000)
+        del second
+    assert (live.now, live.peak) == (0, 8000)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_passes_without_values_take_what_real_ones_take(kind):
+    """The same operations, counted once with and once without values; nothing is left behind in the model."""
+    model = add_lora(random_model(kind))
+    ids = torch.zeros(8, 200, dtype=torch.long)
+    with torch.no_grad(), LiveBytes() as real:
+        for tensor in (*model.parameters(), *model.buffers()):
+            real.add(tensor, made=False)
+        expected = last_hidden_states(model, ids)
+    assert pass_memory(model, 8, 200) == pytest.approx(real.peak, rel=0.02)
+    with LiveBytes() as real:
+        for tensor in (*model.parameters(), *model.buffers()):
+            real.add(tensor, made=False)
+        states = last_hidden_states(model, ids)
+    with counted(model) as live:
+        faked = last_hidden_states(model, ids)
+        assert live.now == pytest.approx(real.now, rel=0.02) and faked.shape == states.shape
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(last_hidden_states(model, ids), expected, rtol=0, atol=0)
+
+
+def test_the_copies_that_an_adapter_makes_are_counted(tmp_path):
+    """float32 factors over a bfloat16 base convert the inputs of every projection."""
+    args = run_config("unused", tmp_path, max_new_tokens=64, max_prompt_tokens=64, max_context_tokens=128)
+    bfloat16, float32 = (add_lora(random_model(dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    with counted(bfloat16) as live:
+        plain = last_hidden_states(bfloat16.get_base_model().eval(), torch.zeros(4, 128, dtype=torch.long)).nbytes
+    assert plain < live.peak
+    with bfloat16.disable_adapter():
+        without = training_memory_of_trunk(bfloat16)
+    assert training_memory_of_trunk(bfloat16) > 1.1 * without
+    assert training_memory(args, float32, checkpointing=True) < training_memory(args, float32, checkpointing=False)
+
+
+def training_memory_of_trunk(model) -> float:
+    with counted(model) as live:
+        states = last_hidden_states(model, torch.zeros(4, 128, dtype=torch.long))
+        return live.now + 0 * len(states)
+
+
+def test_equal_layers_are_counted_from_the_first_ones():
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=263, hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    model = add_lora(Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=9)))
+    causal_lm, passes = model.get_base_model(), []
+
+    def measure():
+        passes.append(len(causal_lm.model.layers))
+        with counted(model) as live:
+            states = last_hidden_states(model, torch.zeros(2, 20, dtype=torch.long))
+            return live.now, live.peak + 0 * len(states)
+
+    found = over_layers(causal_lm, measure, (0, 0))
+    assert passes == [2, 4] and len(causal_lm.model.layers) == 9
+    assert list(found) == pytest.approx(list(measure()), rel=0.02)
+
+    def fails():
+        raise TypeError("this kernel needs values")
+
+    assert over_layers(causal_lm, fails, (7.0, 8.0)) == (7.0, 8.0) and len(causal_lm.model.layers) == 9
+
+
+# ---- Against the peak of a step ----------------------------------------------------------------------------------------------
+
+
+class Saturating(ToyTask):
+    """Prompts and feedback as long as the settings allow."""
+
+    def __init__(self, tokenizer):
+        encoder, question = PromptEncoder(tokenizer), "why"
+        while len(encoder.encode(student_messages(self, Example("x", question + " why", "even")))) < SHAPES["prompt"]:
+            question += " why"
+        self.question = question
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        return [Example(f"toy/{split}/{i}", self.question, "even") for i in range(SHAPES["batch"])]
+
+    def verify(self, example, response):
+        verdict = super().verify(example, response)
+        return type(verdict)(**{**vars(verdict), "correct": False, "lenient_correct": False})
+
+    def feedback(self, example, response, verdict):
+        return tuple(FeedbackField(name, "because " * SHAPES["feedback"]) for name in ("outcome", "hint"))
+
+
+def model_of(name: str):
+    if name != "random":
+        return load_model_and_tokenizer(name)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2)
+    config = Qwen2Config(vocab_size=151_936, tie_word_embeddings=True, eos_token_id=2, dtype=torch.bfloat16, **sizes)
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).bfloat16()
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
+    return model.eval(), byte_tokenizer()
+
+
+def main(name: str, checkpointing: bool) -> dict[str, float]:
+    model, tokenizer = model_of(name)
+    with tempfile.TemporaryDirectory() as folder:
+        args = run_config(
+            name,
+            Path(folder) / "run",
+            max_steps=1,
+            eval_size=0,
+            save_steps=1,
+            per_device_train_batch_size=SHAPES["batch"],
+            max_prompt_tokens=SHAPES["prompt"],
+            max_new_tokens=SHAPES["response"],
+            max_feedback_tokens=SHAPES["feedback"],
+            max_context_tokens=SHAPES["context"],
+            gradient_checkpointing=checkpointing,
+            log_rollouts=False,
+        )
+        trainer = SelfDistillTrainer(model, args, Saturating(tokenizer), processing_class=tokenizer)
+        trainer.rollout_engine.stop_ids.clear()  # every response is as long as it may be
+        need = memory_of_step(trainer.args, trainer.model, checkpointing)
+        trainer.train()
+        assert trainer.last_metrics["response_length"] == SHAPES["response"] and not trainer.last_metrics["skipped_update"]
+    status = Path("/proc/self/status").read_text()
+    peak = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
+    return {**need, "estimate": sum(need.values()), "peak": peak, "ratio": sum(need.values()) / peak}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", ["lab", "smollm2", "random"])
+def test_the_estimate_is_within_15_percent_of_the_peak(name, checkpointing):
+    command = [sys.executable, __file__, name, *(["recompute"] if checkpointing else [])]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert 0.85 < found["ratio"] < 1.15, found
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: round(value, 3) for name, value in main(sys.argv[1], len(sys.argv) > 2).items()}))
