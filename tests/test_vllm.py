@@ -32,13 +32,14 @@ from firedistill.ops import Head
 from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts import load, server, weights
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import VLLMEngine, environment_of_engine
 from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
 from firedistill.run.log import read_jsonl
 from firedistill.step import engine_gap
-from tiny import byte_tokenizer, run_config, run_trainer
+from tiny import byte_tokenizer, random_model, run_config, run_trainer
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12)
 PROMPTS = [list(range(10, 20)), list(range(30, 37)), [5, 6, 7] * 4]
@@ -163,6 +164,54 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
         path.mkdir()
     mine = weights.scratch_folder()
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
+
+
+# ---- Heads of a size that vLLM does not support on CPUs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("kind", "padded"), [("qwen2", 32), ("llama", 20)])
+def test_a_model_with_padded_heads_computes_the_same(kind, tied, padded, tmp_path):
+    """The base model, with the adapter, and with merged projections; heads of 8 numbers. The biases are not zero."""
+    base = random_model(kind, tied)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    padding, ids = HeadPadding(8, padded), torch.randint(3, 263, (2, 500))
+    with torch.no_grad():
+        plain = base(ids).logits
+    model = add_lora(base, r=4, alpha=8)
+    change(model, seed=1)
+    folder = base_checkpoint(model, tmp_path, padding)
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    assert copy.config.head_dim == padded and padding_in(folder, base.config) == padding
+    write_merged(model, tmp_path / "merged", padding)
+    write_adapter(model, tmp_path / "adapter", padding)
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids).logits, plain, rtol=1e-4, atol=1e-4)
+        adapted = model(ids).logits
+        assert float((adapted - plain).abs().max()) > 0.1
+        torch.testing.assert_close(
+            PeftModel.from_pretrained(copy, tmp_path / "adapter")(ids).logits, adapted, rtol=1e-4, atol=1e-4
+        )
+        merged = AutoModelForCausalLM.from_pretrained(folder)
+        found = merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"), strict=False)
+        assert not found.unexpected_keys
+        torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_are_padded_to_the_next_size_where_that_is_possible(folder):
+    assert padding_on_cpu(random_model().config) == HeadPadding(8, 32)
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert padding_on_cpu(config) is None and padding_in("", config) is None and padding_in("a/hub-id", config) is None
+    for changes in (
+        {"num_attention_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"hidden_size": 2048, "head_dim": 1024},
+        {"head_dim": 4},
+    ):
+        with pytest.raises(PaddingError, match="heads of .* are not supported by vLLM on CPUs .* use --rollouts hf"):
+            padding_on_cpu(LlamaConfig(**config.to_dict() | {"head_dim": None} | changes))
 
 
 # ---- Requests ----------------------------------------------------------------------------------------------------------------

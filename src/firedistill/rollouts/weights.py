@@ -22,6 +22,7 @@ from torch import Tensor
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.merging import mergeable_layers, merged_weight
+from firedistill.rollouts.padding import HeadPadding
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -66,13 +67,11 @@ def adapter_state(model: PeftModel) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def write_adapter(model: PeftModel, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`."""
+def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, for a base model with such heads."""
     folder.mkdir(parents=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()},
-        folder / "adapter_model.safetensors",
-    )
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()}
+    save_file(padding.tensors(state) if padding else state, folder / "adapter_model.safetensors")
     config = model.peft_config[model.active_adapters[0]]
     training, config.inference_mode = config.inference_mode, True
     try:
@@ -82,22 +81,25 @@ def write_adapter(model: PeftModel, folder: Path) -> None:
 
 
 @torch.no_grad()
-def write_merged(model: PeftModel, folder: Path) -> None:
+def write_merged(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
     """Write `W + s B A` of every adapted projection, by its name in the base checkpoint and in its dtype."""
     names = {id(module): name for name, module in unwrap(model).named_modules()}
     merged = {f"{names[id(layer)]}.weight": merged_weight(layer).cpu().contiguous() for _, _, layer in mergeable_layers(model)}
     folder.mkdir(parents=True)
-    save_file(merged, folder / "model.safetensors")
+    save_file(padding.tensors(merged) if padding else merged, folder / "model.safetensors")
 
 
-def base_checkpoint(model: PeftModel, scratch: Path) -> str:
+def base_checkpoint(model: PeftModel, scratch: Path, padding: HeadPadding | None = None) -> str:
     """A checkpoint of the base model: the one that it was loaded from, or else a copy in `scratch`."""
     base = unwrap(model)
-    if hasattr(base, "firedistill_revision"):  # loaded by `load_model_and_tokenizer`, and frozen since
+    if padding is None and hasattr(base, "firedistill_revision"):  # loaded by `load_model_and_tokenizer`, and frozen since
         return str(base.name_or_path)
     folder = scratch / "base"
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    base.save_pretrained(folder, state_dict=state)
+    if padding is None:
+        base.save_pretrained(folder, state_dict=state)
+    else:
+        padding.write(base.config, state, folder)
     return str(folder)
 
 
