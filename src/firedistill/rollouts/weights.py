@@ -19,6 +19,7 @@ from peft.tuners import lora
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.merging import mergeable_layers, merged_weight
@@ -31,8 +32,12 @@ class AdapterError(ValueError):
     """An adapter that the engine cannot run; the message says what to change."""
 
 
-def check_adapter(model: PeftModel) -> None:
-    """Raise AdapterError unless the model has one plain LoRA adapter over unquantized linear layers and trains nothing else."""
+def check_adapter(model: PeftModel, sharded: bool = False) -> None:
+    """Raise AdapterError unless the model has one plain LoRA adapter over unquantized linear layers and trains nothing else.
+
+    Args:
+        sharded: whether the layers may be spread over processes; the adapter is whole in each of them.
+    """
     (name,) = model.active_adapters
     config = model.peft_config[name]
     wrong = [
@@ -46,8 +51,15 @@ def check_adapter(model: PeftModel) -> None:
         if found
     ]
     mergeable = {id(layer) for _, _, layer in mergeable_layers(model)}
-    if any(isinstance(module, lora.LoraLayer) and id(module) not in mergeable for module in model.modules()):
-        wrong.append("layers that are quantized, sharded or not linear")
+    others = [module for module in model.modules() if isinstance(module, lora.LoraLayer) and id(module) not in mergeable]
+    spread = [m for m in others if type(m) is lora.Linear and isinstance(m.base_layer.weight, DTensor)]
+    if len(others) > len(spread):
+        wrong.append("layers that are quantized or not linear")
+    elif spread and not sharded:
+        raise AdapterError(
+            "every process of --rollouts vllm holds a whole base model, which fsdp_size spreads because it does not fit: use servers "
+            "(--rollouts http://host:port) or --rollouts hf"
+        )
     if wrong:
         raise AdapterError(
             f"rollouts by vLLM support plain LoRA on unquantized linear layers, this adapter has {', '.join(wrong)}; use --rollouts hf"
