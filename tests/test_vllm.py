@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,13 +25,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from firedistill import Example, Verdict
+from firedistill import Example, Verdict, load_task
+from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
+from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts import load, server, weights
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -636,41 +640,83 @@ class TestRealEngine:
         assert VERSIONS == 2
 
 
+def problems(name: str, count: int) -> tuple[PeftModel, PreTrainedTokenizerBase, list[list[int]]]:
+    """A real model with a random adapter, its tokenizer, and prompts."""
+    model, tokenizer = load_model_and_tokenizer(name, dtype="float32")
+    model = add_lora(model, r=16, alpha=32)
+    change(model, seed=3, size=0.02)
+    encoder, task = PromptEncoder(tokenizer), load_task("arithmetic")
+    return model, tokenizer, [encoder.encode(student_messages(task, example)) for example in task.examples("eval", count)]
+
+
+class TestRealModels:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize(
+        ("name", "how", "count"),
+        [("lab", "merged", 48), ("lab", "lora", 48), ("smollm2", "merged", 48), ("smollm2", "lora", 4)],
+    )
+    def test_greedy_answers_equal_those_of_the_student(self, name, how, count):
+        """All of the embedded model's, whose heads are padded, and 47 of 48 of SmolLM2's."""
+        try:
+            model, tokenizer, prompts = problems(name, count)
+        except ModelError as error:
+            pytest.skip(str(error))
+        greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=48)
+        engine = VLLMEngine(model, tokenizer, context=512, sequences=count, weights=how)
+        try:
+            found, want = (e.generate(prompts, greedy, seed=0) for e in (engine, HFRolloutEngine(model, tokenizer, count)))
+        finally:
+            engine.close()
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(found, want, strict=True))
+        assert equal >= count - (name == "smollm2")
+
+
+@contextmanager
+def serving(folder: str, port: int, log) -> Iterator[None]:
+    """A vLLM server on the CPU; it is killed at the end."""
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    command += ["--host=127.0.0.1", "--dtype=float32", "--enable-lora", "--max-lora-rank=16", "--max-cpu-loras=4"]
+    command += ["--max-model-len=512", "--generation-config=vllm", "--enforce-eager", "--max-num-seqs=8"]
+    command += ["--no-enable-chunked-prefill", f"--kv-cache-memory-bytes={2**27}"]
+    environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its processes would outlive it
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class TestRealServer:
     pytestmark = needs_vllm
 
-    @staticmethod
-    def start(folder: str, port: int, log) -> subprocess.Popen:
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--dtype",
-            "float32",
-            "--enable-lora",
-            "--max-lora-rank",
-            "8",
-            "--max-cpu-loras",
-            "4",
-        ]
-        command += ["--max-model-len", "200", "--generation-config", "vllm", "--enforce-eager"]
-        command += ["--max-num-seqs", "8", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**26)]
-        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def test_the_embedded_model_with_padded_heads(self, tmp_path):
+        command = [sys.executable, "-P", "-m", "firedistill.rollouts.padding", "lab", str(tmp_path / "lab")]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert told == f"wrote {tmp_path / 'lab'}: heads of 40 numbers in 64; give the server this path\n"
+        model, tokenizer, prompts = problems("lab", 8)
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        engine = VLLMServerEngine(model, tokenizer, [url], tmp_path / "adapters", context=512, patience=240)
+        greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=48)
+        with open(tmp_path / "server.log", "w") as log, serving(str(tmp_path / "lab"), port, log):
+            found, want = (e.generate(prompts, greedy, seed=0) for e in (engine, HFRolloutEngine(model, tokenizer)))
+        assert [r.token_ids for r in found] == [r.token_ids for r in want]
 
     def test_versions_in_a_row_and_a_server_that_is_killed_and_comes_back(self, folder, tmp_path):
         model = student(folder)
         ours = HFRolloutEngine(model, byte_tokenizer())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        engine = VLLMServerEngine(
-            model, byte_tokenizer(), [f"http://127.0.0.1:{port}"], tmp_path / "adapters", context=200, patience=240
-        )
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        engine = VLLMServerEngine(model, byte_tokenizer(), [url], tmp_path / "adapters", context=200, patience=240)
         with open(tmp_path / "server.log", "w") as log:
             for life in range(2):
-                process = self.start(folder, port, log)  # the first request waits until it answers
-                try:
+                with serving(folder, port, log):  # the first request waits until it answers
                     for seed in range(5 * life, 5 * life + 5):
                         change(model, seed)
                         found, want = (e.generate(PROMPTS, GREEDY, seed=0) for e in (engine, ours))
@@ -678,7 +724,8 @@ class TestRealServer:
                     assert len(found[0].log_probs or []) == len(found[0].token_ids)
                     again = [engine.generate(PROMPTS, Sampling(1.0, 1.0, 12), 3) for _ in range(2)]
                     assert [r.token_ids for r in again[0]] == [r.token_ids for r in again[1]]
-                finally:
-                    os.killpg(process.pid, signal.SIGKILL)  # its processes would outlive it
-                    process.wait()
-        assert len(list((tmp_path / "adapters").iterdir())) == 2
+            engine.patience = 3
+            change(model, 99)
+            with pytest.raises(RolloutError, match="has not answered for 3 s .*resumes from its last checkpoint"):
+                engine.generate(PROMPTS, GREEDY, seed=0)
+        assert len(list((tmp_path / "adapters").iterdir())) == 3, "two versions, and one that no server has"
