@@ -206,11 +206,12 @@ def without_memory(row: dict) -> dict:
 @two_processes
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_lost_process_ends_the_other_with_a_message(number, tmp_path):
+@pytest.mark.parametrize("sizes", [["--fsdp_size", "2"], []], ids=["sharded", "whole"])
+def test_a_lost_process_ends_the_other_with_a_message(sizes, number, tmp_path):
     """One that was killed at once, one that does not answer after ddp_timeout; the checkpoint stays."""
     run, seconds = tmp_path / "run", 15
     with open(tmp_path / "log", "w") as log:
-        launcher = torchrun(run, log, "--fsdp_size", "2", "--ddp_timeout", str(seconds))
+        launcher = torchrun(run, log, *sizes, "--ddp_timeout", str(seconds))
         wait_for(lambda: (run / "checkpoint-2").is_dir())
         processes = psutil.Process(launcher.pid).children()
         os.kill(processes[1].pid, number)

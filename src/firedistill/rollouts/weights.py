@@ -75,8 +75,12 @@ def version_of(model: PeftModel) -> str:
 
 
 def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's tensors by the names in `adapter_model.safetensors`."""
-    return get_peft_model_state_dict(model, save_embedding_layers=False)
+    """The adapter's tensors by the names in `adapter_model.safetensors`.
+
+    peft would gather the weights of a base model that is spread over processes, which all of them must do together.
+    """
+    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
 def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
