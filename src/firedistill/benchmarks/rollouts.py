@@ -1,13 +1,16 @@
 """Sampling with the adapter: the package's decoding loop on a merged copy, compared with `generate` on the unmerged adapter.
 
 Every response is sampled to its full length, so that all variants make the same number of steps. "Bare forwards" is the lower bound of
-a loop over the merged model: it reads the prompts once, then one token per row and step, without choosing tokens.
+a loop over the merged model: it reads the prompts once, then one token per row and step, without choosing tokens. Where vLLM is
+installed, it samples too. The adapter changes before every call, as in training, so that its times include handing over the weights.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -24,7 +27,9 @@ from firedistill.prompts import PromptEncoder
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import GrowingBatch
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.load import in_use
 from firedistill.rollouts.merging import merged_adapter
+from firedistill.rollouts.vllm import VLLMEngine
 
 TITLE = "Sampling with a LoRA adapter"
 
@@ -68,7 +73,21 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
         if sizes.parts:
             variants["bare forwards, merged"] = partial(bare_forwards, engine, prompts, sizes.new_tokens)
         case = {"batch": batch, "tokens": sizes.new_tokens}
-        yield from harness.rows(case, variants, options.repeats or sizes.repeats, warm_up=False)
+        with ExitStack() as stack:
+            if importlib.util.find_spec("vllm"):
+                context = max(map(len, prompts)) + sizes.new_tokens
+                vllm = VLLMEngine(model, tokenizer, context=context, sequences=batch)
+                stack.enter_context(in_use(vllm))
+                vllm.stop_ids = []
+                vllm.generate(prompts[:4], Sampling(0.8, 0.95, 2), seed=0)  # starts it
+                variants[f"vLLM, {vllm.weights}"] = partial(changed, vllm, prompts, sampling)
+            yield from harness.rows(case, variants, options.repeats or sizes.repeats, warm_up=False)
+
+
+def changed(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) -> None:
+    """Sample with another version of the weights than before."""
+    next(p for name, p in engine.model.named_parameters() if "lora_B" in name).data.add_(1e-6)
+    engine.generate(prompts, sampling, seed=0)
 
 
 def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> None:

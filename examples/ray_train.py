@@ -1,0 +1,55 @@
+"""A recipe on the workers of a Ray cluster: Ray Train launches the trainer as it is, in the place of torchrun.
+
+    pip install 'firedistill[ray]'
+    python examples/ray_train.py lab --workers 2 --max_steps 20 --output_dir runs/ray
+
+All other options are those of `firedistill train`. The run directory must be on a file system that all workers share. If a worker is
+lost, Ray starts all of them again, and the run resumes from its last checkpoint.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from firedistill import SelfDistillConfig, SelfDistillTrainer
+from firedistill.recipes import build_config, parse_overrides
+
+
+def train(settings: dict) -> None:
+    """The work of every worker. Ray has set RANK, WORLD_SIZE and MASTER_ADDR, and started the process group."""
+    config = build_config(SelfDistillConfig, settings["recipe"], settings["overrides"])
+    SelfDistillTrainer(args=config).train()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="a recipe's name or path")
+    parser.add_argument("--workers", type=int, default=2, help="one process each, with one GPU where there are any")
+    parser.add_argument("--restarts", type=int, default=0, help="how often lost workers are started again")
+    options, rest = parser.parse_known_args(arguments)
+
+    overrides = parse_overrides(rest)
+    config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
+    folder = Path(config.run_dir).absolute()
+    recipe = Path(options.recipe)
+    TorchTrainer(
+        train,
+        train_loop_config={
+            "recipe": str(recipe.absolute()) if recipe.is_file() else options.recipe,
+            "overrides": overrides | {"output_dir": str(folder)},
+        },
+        torch_config=TorchConfig(timeout_s=config.ddp_timeout),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
+        run_config=RunConfig(
+            name=folder.name,
+            storage_path=str(folder.parent / "ray_results"),
+            failure_config=FailureConfig(max_failures=options.restarts),
+        ),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()
