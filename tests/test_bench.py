@@ -19,6 +19,7 @@ from firedistill.benchmarks import (
     missing_package,
     prescribed,
     rollouts,
+    sampled_step,
     sdpo,
     step,
     teacher_views,
@@ -45,6 +46,9 @@ TINY = {
     "step": step.Sizes(step=STEP, over=(0.1,), model=MODEL, repeats=1),
     "rollouts": rollouts.Sizes(batches=(3,), prompts=(3, 9), new_tokens=5, model=MODEL, repeats=2),
     "sdpo": sdpo.Sizes(dataclasses.replace(STEP, checkpointing=True), (2,), MODEL, repeats=1, memory=False),
+    "sampled_step": sampled_step.Sizes(
+        dataclasses.replace(STEP, checkpointing=True), (5,), 0.5, MODEL, repeats=1, memory=False
+    ),
     "fields": fields.Sizes(prompt=30, field_words=5, fields=(1, 2), responses=(6, 6), model=MODEL, repeats=1, memory=False),
 }
 
@@ -75,6 +79,7 @@ SIDES = {
         "bare forwards, merged",
     },
     "sdpo": {"trl", "full context"},
+    "sampled_step": {"trl", "full_context", "fire"},
 }
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import LOADING, explained_memory
+from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
@@ -103,6 +104,8 @@ def load_setup(
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
+    if args.lora_dtype == "base":
+        compute_in_base_dtype(cast(PeftModel, model))
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     if lockstep(model) is not None:

@@ -30,7 +30,7 @@ class FullContext(Objective):
             batch.student.token_weights() / batch.responses,
             token_ids=token_ids,
             correct=torch.zeros_like(token_ids, dtype=torch.bool),
-            teacher_hidden=batch.teacher.full(batch.rollouts).hidden,
+            teacher_hidden=batch.teacher.full(batch.rollouts, keep=False).hidden,
             teacher_head=batch.teacher.head,
             step_scale=batch.step_scale,
             attribution=False,
