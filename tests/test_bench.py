@@ -16,6 +16,7 @@ from firedistill.benchmarks import (
     fire_head,
     harness,
     load_benchmark,
+    long_answers,
     missing_package,
     prescribed,
     rollouts,
@@ -49,6 +50,7 @@ TINY = {
     "sampled_step": sampled_step.Sizes(
         dataclasses.replace(STEP, checkpointing=True), (5,), 0.5, MODEL, repeats=1, memory=False
     ),
+    "long_answers": long_answers.Sizes(30, (5, 5), (5, 9), (2, 7), 0.5, MODEL, memory=False),
     "fields": fields.Sizes(prompt=30, field_words=5, fields=(1, 2), responses=(6, 6), model=MODEL, repeats=1, memory=False),
 }
 
@@ -80,6 +82,7 @@ SIDES = {
     },
     "sdpo": {"trl", "full context"},
     "sampled_step": {"trl", "full_context", "fire"},
+    "long_answers": {"full_context", "fire"},
 }
 
 

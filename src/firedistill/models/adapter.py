@@ -1,7 +1,8 @@
 """LoRA products in the data type of the base model, over float32 factors.
 
-peft converts the input of every adapted layer to float32, and multiplies, scales and adds in float32. With a bfloat16 base this is most
-of the elementwise traffic of a forward pass, and most of the memory that is kept for the backward pass. `compute_in_base_dtype` makes it
+peft converts the input of every adapted layer to float32, and multiplies, scales and adds in float32. With a bfloat16 base, this is
+most of the elementwise traffic of a forward pass and a large part of what is kept for the backward pass. `compute_in_base_dtype`
+makes it
 
     out = x W^T
     h = x A^T
@@ -51,8 +52,8 @@ class SharedInput:
     """LoRA layers that read the same tensor.
 
     Attributes:
-        rounded: the stacked factors A, `[sum r, in]`, and the factors B, `[out, r]`, of the present forward pass. None outside of a pass
-            of the whole trunk, as when the backward pass recomputes a layer; the layers round them by themselves then.
+        rounded: the stacked factors A, `[sum r, in]`, and the factors B, `[out, r]`, of the present pass of the whole trunk. None
+            outside of one, as when the backward pass recomputes a layer; the layer rounds its factors by itself then.
         read: the input, its version, and `x A^T` `[M, r]` of each layer that has yet to use it.
     """
 
