@@ -25,10 +25,12 @@ from firedistill.benchmarks import (
     gpu,
     harness,
     load_benchmark,
+    long_answers,
     missing_package,
     parts,
     prescribed,
     rollouts,
+    sampled_step,
     sdpo,
     step,
     teacher_views,
@@ -60,6 +62,10 @@ TINY = {
     "step": step.Sizes(step=STEP, over=(0.1,), model=MODEL, repeats=1),
     "rollouts": rollouts.Sizes(batches=(3,), prompts=(3, 9), new_tokens=5, model=MODEL, repeats=2),
     "sdpo": sdpo.Sizes(dataclasses.replace(STEP, checkpointing=True), (2,), MODEL, repeats=1, memory=False),
+    "sampled_step": sampled_step.Sizes(
+        dataclasses.replace(STEP, checkpointing=True), (5,), 0.5, MODEL, repeats=1, memory=False
+    ),
+    "long_answers": long_answers.Sizes(30, (5, 5), (5, 9), (2, 7), 0.5, MODEL, memory=False),
     "fields": fields.Sizes(prompt=30, field_words=5, fields=(1, 2), responses=(6, 6), model=MODEL, repeats=1, memory=False),
 }
 
@@ -90,6 +96,8 @@ SIDES = {
         "bare forwards, merged",
     },
     "sdpo": {"trl", "full context"},
+    "sampled_step": {"trl", "full_context", "fire"},
+    "long_answers": {"full_context", "fire"},
 }
 
 

@@ -95,6 +95,7 @@ def test_loss_and_gradient_equal_the_dense_form(method, case, chunk, monkeypatch
     """The gradients of the states and of a trained head, which the teacher shares without sending a gradient to it."""
     for module in (head_module, fire_head):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", chunk * V)
+    monkeypatch.setattr(fire_head, "CHUNK_TOKENS", 1)
     objective, world = method.prepared(case)
     found, expected = method.backward(objective, world), method.expected(world)
     assert case != "mixed" or float(expected.gradient.norm()) > 1e-4

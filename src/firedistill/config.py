@@ -174,6 +174,12 @@ class SelfDistillConfig(TrainingArguments):
     lora_r: int = model_setting(16, "Rank of the LoRA factors.", above=0)
     lora_alpha: int = model_setting(32, "LoRA scaling.", above=0)
     lora_dropout: float = model_setting(0.0, "LoRA dropout.", at_least=0, below=1)
+    lora_dtype: str = model_setting(
+        "base",
+        "Data type in which LoRA factors multiply: 'base' (that of the base model) or 'float32' (as peft does; slower, more memory). "
+        "The factors themselves are float32.",
+        choices=("base", "float32"),
+    )
     lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
     gradient_checkpointing: bool | None = model_setting(
         None,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, unused_memory
+from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
@@ -121,6 +122,8 @@ def load_setup(
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
     refuse_float16(model)
+    if args.lora_dtype == "base":
+        compute_in_base_dtype(cast(PeftModel, model))
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     decided |= decide_for_device(args, cast(PeftModel, model))

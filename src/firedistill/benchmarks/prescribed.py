@@ -23,6 +23,7 @@ from firedistill.benchmarks.harness import Options
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
 from firedistill.metrics import Metrics
+from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import ResponseStates, score_responses
@@ -124,15 +125,15 @@ class PrescribedSteps:
     """
 
     def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: Options):
-        base, tokenizer = model_of(model_sizes, options)
+        base, self.tokenizer = model_of(model_sizes, options)
         torch.manual_seed(0)
-        self.model = add_lora(base).to(options.device).train()
+        self.model = compute_in_base_dtype(add_lora(base)).to(options.device).train()
         if sizes.checkpointing:  # older versions of transformers have the second name only
             getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
         self.micro_batch, self.step_scale = sizes.micro_batch, 1.0
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trainable, lr=0.0)
-        task, encoder = PrescribedTask(sizes.fields), PromptEncoder(tokenizer)
+        task, encoder = PrescribedTask(sizes.fields), PromptEncoder(self.tokenizer)
         one_response = BatchLimit(1, "score_tokens_per_forward", SHORTER_CONTEXTS)
         self.teachers = {
             OWN: Teacher(self.model, task, encoder),

@@ -68,12 +68,15 @@ def our_steps(*problem: Any) -> Callable[[], int]:
 class TrlSteps(TrainerCallback):
     """`SDPOTrainer.train()` in a thread that waits for a call before every optimizer step.
 
+    Args:
+        sample: sample responses of the longest length instead of taking the given ones.
+
     Raises:
         ValueError: trl 1.16 is not installed.
     """
 
-    def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options):
-        trainer = self.trainer(sizes, model_sizes, options)
+    def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options, sample: bool = False):
+        trainer = self.trainer(sizes, model_sizes, options, sample)
         self.requested, self.done = threading.Semaphore(0), threading.Semaphore(0)
         self.stopped, self.teacher_tokens = False, 0
         self.error: Exception | None = None
@@ -115,7 +118,7 @@ class TrlSteps(TrainerCallback):
     def on_teacher_context_built(self, teacher_attention_mask, **kwargs):
         self.teacher_tokens = int(teacher_attention_mask.sum())
 
-    def trainer(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options) -> Any:
+    def trainer(self, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options, sample: bool) -> Any:
         """An `SDPOTrainer` whose steps are those of `PrescribedSteps`."""
         try:
             from trl.experimental.sdpo import SDPOConfig, SDPOTrainer
@@ -145,6 +148,7 @@ class TrlSteps(TrainerCallback):
             learning_rate=0.0,
             max_steps=1_000_000,
             max_completion_length=max(sizes.responses),
+            generation_kwargs={"min_new_tokens": max(sizes.responses)},
             distillation_mode="full_logits",
             teacher_update_rate=teacher.weights.rate,
             include_environment_feedback=True,
@@ -162,7 +166,7 @@ class TrlSteps(TrainerCallback):
             }
             for rollout in rollouts
         ]
-        return Prescribed(
+        return (SDPOTrainer if sample else Prescribed)(
             model=model,
             reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
             args=config,

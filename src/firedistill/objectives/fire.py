@@ -257,7 +257,7 @@ class Fire(Objective):
         """Algorithm 1: what `sft_weight` and `fire_target` state, without building a target."""
         wrong = batch.wrong.rollouts
         correct = batch.student.per_token([rollout.verdict.correct for rollout in batch.rollouts]).bool()
-        full = batch.teacher.full(wrong)
+        full = batch.teacher.full(wrong, keep=self.attribution)
         first = first_pass(
             batch.head,
             batch.student.hidden,

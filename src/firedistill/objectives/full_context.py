@@ -38,7 +38,7 @@ class FullContext(Objective):
         return ["full", *(range(len(rollout.feedback)) if self.attribution else ())]
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        metrics, token_ids, full = Metrics(), batch.token_ids(), batch.teacher.full(batch.rollouts)
+        metrics, token_ids, full = Metrics(), batch.token_ids(), batch.teacher.full(batch.rollouts, keep=self.attribution)
         first = first_pass(
             batch.head,
             batch.student.hidden,

@@ -121,7 +121,7 @@ class TrOPD(Objective):
         ], Metrics()
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts)
+        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts, keep=False)
         token_ids = batch.token_ids()
         uniform = batch.per_token([prepared.uniform for prepared in batch.prepared])
         prefix = batch.per_token([torch.arange(len(r.response_ids)) < r.prefix_length for r in batch.rollouts]) > 0

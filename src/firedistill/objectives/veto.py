@@ -55,7 +55,7 @@ class Veto(Objective):
         return self.beta_start + (self.beta_end - self.beta_start) * progress
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts)
+        metrics, head, full = Metrics(), batch.teacher.head, batch.teacher.full(batch.rollouts, keep=False)
         beta = self.beta(batch.progress)
 
         def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:

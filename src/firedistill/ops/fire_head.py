@@ -26,10 +26,11 @@ from torch import Tensor
 
 from firedistill.ops.head import Head, float32_sums, with_gradients
 
-# Logits projected at once, in the head's dtype; at most three buffers of this size exist (student, full teacher, other views).
-# Every projection reads the whole head, so smaller chunks cost more per token.
-CHUNK_ELEMENTS = 2**25
+# Tokens projected at once, in the head's dtype: as many as have this number of logits, but not fewer than CHUNK_TOKENS, because every
+# projection reads the whole head. At most three such buffers exist (student, full teacher, other views).
+CHUNK_ELEMENTS = 2**23
 CHUNK_ELEMENTS_GPU = 2**28
+CHUNK_TOKENS = 220
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
@@ -129,7 +130,8 @@ def first_pass(
         log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
-        chunk_size: tokens projected at once; by default as many as have 2^25 logits, 2^28 on a GPU. Sets the peak memory.
+        chunk_size: tokens projected at once; by default as many as have 2^23 logits, 2^28 on a GPU, and at least 220. Sets the peak
+            memory.
         loo_hidden: `[B, W, H]` if the views without a field are known already: no token waits for `attribute` then, and none is
             projected twice.
 
@@ -167,7 +169,8 @@ def first_pass(
         log_prob_floor=log_prob_floor,
         attribution=attribution,
         projection=projection,
-        chunk_size=chunk_size or max(1, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // head.vocabulary_size),
+        chunk_size=chunk_size
+        or max(CHUNK_TOKENS, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // head.vocabulary_size),
         block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
         differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )

@@ -59,6 +59,16 @@ class PrefixCache:
         start = len(prompt) - 1 - shared
         return states[0, start : start + len(response)]
 
+    def crop(self, length: int) -> None:
+        """Keep the first `length` tokens, and free the memory of the others."""
+        if length >= len(self.ids):
+            return
+        self.cache.crop(length - len(self.ids))  # a negative number is the tokens to remove
+        layers: Sequence[Any] = self.cache.layers
+        for layer in layers:
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+        self.ids = self.ids[:length]
+
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the longest common prefix."""

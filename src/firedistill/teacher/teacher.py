@@ -91,18 +91,20 @@ class Teacher:
 
     # ---- States --------------------------------------------------------------------------------------------------------------------
 
-    def full(self, rollouts: Sequence[Rollout]) -> ResponseStates:
-        """Hidden states of the responses under the view with all feedback; without gradient."""
-        (states,) = self.states(rollouts, ["full"])
+    def full(self, rollouts: Sequence[Rollout], keep: bool = True) -> ResponseStates:
+        """Hidden states of the responses under the view with all feedback; without gradient. `keep` as in `states`."""
+        (states,) = self.states(rollouts, ["full"], keep=keep)
         return states
 
     def states(
-        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int] | None = None
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int] | None = None, keep: bool = True
     ) -> list[ResponseStates]:
         """Hidden states of the responses, one `ResponseStates` per view; without gradient.
 
         Args:
             lengths: how many tokens of each response to read; all by default.
+            keep: keep the keys and values of the prompts until `forget`, for other views of these rollouts. Where none follows,
+                False needs less memory.
 
         Raises:
             OutOfMemory: a single response does not fit.
@@ -114,7 +116,7 @@ class Teacher:
             for attempt in self.limit.attempts():
                 with attempt, self.weights.applied():
                     if self.share_prefixes:
-                        return self._read_one_by_one(rollouts, views, lengths)
+                        return self._read_one_by_one(rollouts, views, lengths, keep)
                     return self._read_in_batches(rollouts, views, lengths)
                 self.forget()
                 self.share_prefixes = False  # keys and values of whole prompts are what memory is short of
@@ -155,11 +157,11 @@ class Teacher:
         return taken
 
     def _read_one_by_one(
-        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int]
+        self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int], keep: bool
     ) -> list[ResponseStates]:
         """Response by response, and for each the views in the order of the prefix that they share with what was read first."""
         hidden: list[list[Tensor]] = [[] for _ in views]
-        for rollout, length in zip(rollouts, lengths, strict=True):
+        for i, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
             prompts = [self.prompt_ids(rollout, view) for view in views]
             if rollout not in self.caches:
                 self.caches[rollout] = self._new_cache(prompts[0])
@@ -169,6 +171,9 @@ class Teacher:
             for v, states in enumerate(hidden):
                 states.append(found[v])
             self.metrics.total(teacher_tokens=cache.tokens - read_before)
+            # No view reads the keys and values of a response again; of a prompt, other rollouts may read the beginning.
+            others = [] if keep else [self.prompt_ids(other, views[0]) for other in rollouts[i + 1 :]]
+            cache.crop(len(cache.ids) - length if keep else max((common_prefix(cache.ids, p) for p in others), default=0))
         return [ResponseStates(torch.cat(states), list(lengths)) for states in hidden]
 
     def _new_cache(self, prompt: list[int]) -> PrefixCache:
