@@ -33,7 +33,7 @@ from firedistill.terminal import quiet_libraries, visible
 from firedistill.warmstart import WarmStartConfig
 
 
-def setup_for(arguments: Sequence[str]) -> Setup:
+def setup_for(arguments: Sequence[str], teacher: bool = True) -> Setup:
     """Model, adapter, task and held-out problems of a run directory (a warm start's too) or a recipe; nothing to train on."""
     arguments = list(arguments)
     recipe, rest = split_recipe(arguments)
@@ -45,7 +45,7 @@ def setup_for(arguments: Sequence[str]) -> Setup:
         arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False)
+    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False, teacher=teacher)
 
 
 def eval_command(arguments: Sequence[str], console: Console) -> int:
@@ -55,7 +55,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
             "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), RECIPE as in train."
         )
         return 0
-    setup = setup_for(arguments)
+    setup = setup_for(arguments, teacher=False)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
@@ -100,7 +100,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     checkpoint = None
     if options.checkpoint is not None:
         checkpoint = folder / f"checkpoint-{options.checkpoint}"
-        if not (checkpoint / "teacher.safetensors").is_file():
+        if not (checkpoint / "checkpoint.json").is_file():
             steps = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
             raise ValueError(f"--checkpoint is {options.checkpoint}; {folder} has checkpoints of these steps: {steps}")
         rest += ["--initial_adapter", str(checkpoint)]
@@ -109,14 +109,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
-    teacher = Teacher(
-        setup.model,
-        task,
-        setup.encoder,
-        rate=args.ema_rate,
-        temperature=args.score_temperature,
-        share_prefixes=args.share_prefixes,
-        limit=BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64),
+    teacher = setup.teacher(
+        BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
     )
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
@@ -176,10 +170,13 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
         "verdict",
     )
     for number, field in enumerate(rollout.feedback, start=1):
-        panel(field.text, f"feedback field {number}, {field.name}")
+        panel(field.text, f"feedback field {number}, {field.name}" + (f" of group {field.group}" if field.group else ""))
     if views:
-        for view in ["full", *range(len(rollout.feedback)), "none"]:
-            title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
+        for title, view in {
+            "full": "full",
+            **{f"without {name}": view for name, view in inspection.removed.items()},
+            "without feedback": "none",
+        }.items():
             message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
             panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
     console.print(token_table(inspection))
@@ -187,7 +184,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
 
 def token_table(inspection: Inspection) -> Table:
     """Radius, gate, attribution and contraction of every response token; tokens over the radius stand out."""
-    target, names = inspection.target, [field.name for field in inspection.rollout.feedback]
+    target, names = inspection.target, list(inspection.removed)
     branch = "correct: beta applies" if inspection.rollout.verdict.correct else "incorrect: chi, alpha, eta apply"
     table = Table(title=f"per token ({branch})")
     table.add_column("token")
