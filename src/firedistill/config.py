@@ -332,8 +332,8 @@ class SelfDistillConfig(TrainingArguments):
         self.groups_of_fields  # noqa: B018 raises ValueError
         if self.teacher_kind != "model" and (self.teacher_dtype or self.teacher_quantization):
             raise ValueError(
-                f"teacher is {self.teacher!r}, and teacher_dtype and teacher_quantization are for a teacher that is a model of its own: "
-                "leave them out"
+                f"teacher is {self.teacher!r}, and teacher_dtype and teacher_quantization are for a teacher that is a model: leave "
+                "them out"
             )
         if self.fsdp_size not in (None, 1) and self.teacher_kind in ("adapter", "model"):
             raise ValueError(

@@ -451,7 +451,11 @@ def memory_estimate(setup: Setup) -> dict[str, float]:
     update = tokens * width * (layers * (hidden if args.activation_checkpointing else block) + block)
     cache = 2 * args.rollout_batch_size * args.max_context_tokens * layers * heads * head_size * width
     score = args.score_tokens_per_forward * width * block
-    return {"base model": frozen, "adapter, teacher, optimizer": trainable * 4 * 5, "work": max(update, cache, score)}
+    own = setup.teacher_model
+    shared = {id(p) for p in setup.model.parameters()}  # an adapter's base model is the student's
+    teacher = sum(p.nbytes for p in own.parameters() if id(p) not in shared) if own is not None else 0
+    parts = {"base model": frozen, **({"model of the teacher": teacher} if teacher else {})}
+    return parts | {"adapter, teacher, optimizer": trainable * 4 * 5, "work": max(update, cache, score)}
 
 
 def check_memory(setup: Setup) -> Iterator[Finding]:
