@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from firedistill import FeedbackField
-from firedistill.attribution import MAX_FIELDS, Inspector
+from firedistill.attribution import Inspector
 from firedistill.cli import main as cli
 from firedistill.evaluation import answer_examples
 from tiny import ToyTask, run_config, run_trainer
@@ -34,28 +34,19 @@ def inspector_and_rollouts(checkpoint, folder, count, **changes):
     return Inspector.of(args, trainer.model, trainer.teacher, trainer.head), [r for r in rollouts if r.response_ids]
 
 
-def test_fields_within_the_limit_are_attributed(checkpoint, tmp_path):
-    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", MAX_FIELDS)
+def test_fields_are_attributed(checkpoint, tmp_path):
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", 32, attribution_views=None)
     told = []
     records = inspector.wrong_answers(rollouts, 2, told.append)
-    assert len(records) == 2 and told == [1, 2] and len(records[0]["alpha"]) == MAX_FIELDS
+    assert len(records) == 2 and told == [1, 2] and len(records[0]["alpha"]) == 32
     sums = [full + sum(row[t] for row in records[0]["alpha"]) for t, full in enumerate(records[0]["alpha_full"])]
     assert sums == pytest.approx([1.0] * len(records[0]["tokens"]), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("count", "changes", "complaint"),
-    [
-        (MAX_FIELDS + 1, {}, f"the feedback has {MAX_FIELDS + 1} fields; attribution is limited to {MAX_FIELDS}"),
-        (
-            20,
-            {"max_context_tokens": 700, "max_prompt_tokens": 400},
-            r"the teacher view has \d+ tokens, max_context_tokens is 700",
-        ),
-    ],
-)
-def test_what_training_would_not_read_is_not_inspected(count, changes, complaint, checkpoint, tmp_path, caplog):
-    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", count, **changes)
+def test_what_training_would_not_read_is_not_inspected(checkpoint, tmp_path, caplog):
+    budget = {"max_context_tokens": 700, "max_prompt_tokens": 400}
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", 20, **budget)
+    complaint = r"the teacher view has \d+ tokens, max_context_tokens is 700"
     with pytest.raises(ValueError, match=rf"^toy/eval/\d: {complaint}$"):
         inspector.inspect(rollouts[0])
     assert inspector.wrong_answers(rollouts, 2) == []

@@ -252,6 +252,10 @@ CARRIED_OUT = {
     "firedistill inspect runs/a --save --count 8",
     "firedistill inspect runs/a --save --count 8 --checkpoint 100",
     "firedistill eval runs/my-run --eval_size 500",
+    "firedistill train lab --max_steps 2 --eval_size 4 --output_dir runs/model --teacher lab",
+    "firedistill train lab --max_steps 2 --eval_size 4 --output_dir runs/plain --teacher initial --teacher_feedback false "
+    "--method full_context",
+    "firedistill train lab --max_steps 2 --eval_size 4 --output_dir runs/groups --attribution_groups 'p*=diagnostics'",
 }
 
 

@@ -132,7 +132,7 @@ def test_long_feedback_is_cut_and_counted(teacher, caplog):
     assert "toy/train/14: feedback over 150 tokens; cut: hint" in caplog.text and "toy/train/1:" not in caplog.text
     assert long.feedback[1].text.endswith(CUT_MARK) and not short.feedback[1].text.endswith(CUT_MARK)
     assert sum(len(ENCODER.encode_text(field.text)) for field in long.feedback) <= 150
-    fitted, cut = add_feedback(rollout(14), teacher.task, ENCODER, 150)
+    fitted, cut = add_feedback(rollout(14), teacher, 150)
     assert fitted.feedback == long.feedback and cut == ["hint"]
 
 

@@ -337,7 +337,7 @@ def test_ema_accumulates_in_float32_over_a_bfloat16_student(tmp_path):
     with pytest.raises(ValueError, match="another model"):
         EMAWeights(torch.nn.Linear(5, 4), 0.01).load(tmp_path)
     with pytest.raises(ValueError, match="ema_rate"):
-        EMAWeights(layer, 0.0)
+        EMAWeights(layer, -0.1)
     assert math.isclose(teacher.rate, 0.01)
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,24 +19,34 @@ from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.ops import Head
 from firedistill.ops.head import chunks
-from firedistill.prompts import TokenBudget, View, shown_prompt
+from firedistill.prompts import TokenBudget, View, field_groups, shown_prompt
 from firedistill.rollout import Rollout
 from firedistill.step import add_feedback
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
-MAX_FIELDS = 32  # of a response: the teacher reads it once for each, and the time grows with the square of their number
-
 
 @dataclass
 class Inspection:
-    """A judged rollout with its feedback, and per token of its response the quantities of both branches."""
+    """A judged rollout with its feedback, and per token of its response the quantities of both branches.
+
+    Attributes:
+        removed: the views that leave out a field, or a group of fields, by its name.
+    """
 
     rollout: Rollout
     tokens: list[str]
     target: FireTarget
     beta: torch.Tensor
+    removed: dict[str, View]
+
+    def text(self, name: str) -> str:
+        """What was removed under a name: the text of the field, or name and text of every one of the fields."""
+        view, feedback = self.removed[name], self.rollout.feedback
+        if isinstance(view, tuple):
+            return "\n".join(f"[{feedback[j].name}] {feedback[j].text}" for j in view)
+        return feedback[cast(int, view)].text
 
 
 @dataclass
@@ -66,15 +76,13 @@ class Inspector:
         """Score a response with the student and every teacher view.
 
         Raises:
-            ValueError: the response is empty, the task cannot give feedback (`TaskFault`) or gives more than `MAX_FIELDS` fields,
-                the teacher's prompt is over the budget, or memory does not suffice (`OutOfMemory`).
+            ValueError: the response is empty, the task cannot give feedback (`TaskFault`), the teacher's prompt is over the budget, or
+                memory does not suffice (`OutOfMemory`).
         """
         uid, teacher = rollout.example.uid, self.teacher
         if not rollout.response_ids:
             raise ValueError(f"{uid}: the response is empty")
-        rollout, _ = add_feedback(rollout, teacher.task, teacher.encoder, self.budget.feedback)
-        if (fields := len(rollout.feedback)) > MAX_FIELDS:
-            raise ValueError(f"{uid}: the feedback has {fields} fields; attribution is limited to {MAX_FIELDS}")
+        rollout, _ = add_feedback(rollout, teacher, self.budget.feedback)
         if (tokens := teacher.view_tokens(rollout, "full")) > self.budget.context:
             raise ValueError(f"{uid}: the teacher view has {tokens} tokens, max_context_tokens is {self.budget.context}")
         with explained_memory(SHORTER_CONTEXTS):
@@ -84,12 +92,12 @@ class Inspector:
         teacher = self.teacher
         with inference_mode(self.model):
             student = score_responses(self.model, [rollout.prompt_ids], [rollout.response_ids]).hidden
-        views: list[View] = ["full", *range(len(rollout.feedback))]
-        states = [view.hidden for view in teacher.states([rollout], views)]
+        removed = dict(field_groups(rollout.feedback))
+        states = [view.hidden for view in teacher.states([rollout], ["full", *removed.values()])]
         teacher.forget()
         token_ids = torch.tensor(rollout.response_ids, device=student.device)
         targets, betas, teacher_head = [], [], teacher.head
-        for chunk in chunks(student, self.head, distributions=1 + len(views)):
+        for chunk in chunks(student, self.head, distributions=1 + len(states)):
             logits = self.head(student[chunk])
             full, *without = (teacher_head(view[chunk]) for view in states)
             target = fire_target(
@@ -105,7 +113,7 @@ class Inspector:
         names = [name for name in FireTarget.__dataclass_fields__ if name != "log_probs"]
         joined = {name: torch.cat([getattr(target, name) for target in targets], dim=-1) for name in names}
         tokens = [str(teacher.encoder.tokenizer.decode([token])) for token in rollout.response_ids]
-        return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas))
+        return Inspection(rollout, tokens, FireTarget(log_probs=torch.empty(0), **joined), torch.cat(betas), removed)
 
     def record(self, inspection: Inspection) -> dict[str, Any]:
         """What the attribution view of a report shows: strings, and numbers per token; those of the fields as one list per field."""
@@ -120,7 +128,7 @@ class Inspector:
             "correct": rollout.verdict.correct,
             "submitted": str(rollout.verdict.submitted),
             "expected": str(rollout.verdict.expected),
-            "fields": [{"name": field.name, "text": field.text} for field in rollout.feedback],
+            "fields": [{"name": name, "text": inspection.text(name)} for name in inspection.removed],
             "tokens": inspection.tokens,
             "rho": numbers(target.rho),
             "gradient_norm": numbers(target.energy.sqrt()),

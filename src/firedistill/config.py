@@ -9,7 +9,7 @@ import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import yaml
@@ -24,6 +24,8 @@ from firedistill.rollout import Sampling
 Effect = Literal["result", "rounding", "place", "none"]
 """What a setting affects: the result; only its rounding (how the work is split); where something lies whose content is compared by
 its fingerprint or is part of a checkpoint; or nothing that is computed (where, when, how often, how it is shown)."""
+
+TeacherKind = Literal["ema", "student", "initial", "adapter", "model"]
 
 LIMITS = {"above": operator.gt, "at_least": operator.ge, "below": operator.lt, "at_most": operator.le}
 
@@ -98,7 +100,35 @@ class SelfDistillConfig(TrainingArguments):
         None, "FIRE's nominal rate a_0: a larger learning rate shrinks the radius. By default the peak learning rate.", above=0
     )
     ema_rate: float = method_setting(
-        0.03, "1 - mu, the student's weight in each update of the EMA teacher (paper: 0.03, 0.01).", above=0, at_most=1
+        0.03, "1 - mu, the student's weight in each update of --teacher ema (paper: 0.03, 0.01).", above=0, at_most=1
+    )
+    teacher: str = method_setting(
+        "ema",
+        "Who re-scores the responses: 'ema' (moving average of the student), 'student' (its present weights), 'initial' (the student "
+        "before the first step), the folder of a LoRA adapter of the same base model, or a model with the same tokenizer, named as in "
+        "--model.",
+        effect="place",
+    )
+    teacher_feedback: bool = method_setting(
+        True,
+        "Whether the teacher reads the feedback; if not, it has the student's prompt, and there are no fields to attribute to.",
+    )
+    teacher_dtype: str | None = method_setting(
+        None,
+        "Data type of a teacher that is a model of its own; by default that of --model_dtype.",
+        choices=("bfloat16", "float16", "float32"),
+    )
+    teacher_quantization: str | None = method_setting(
+        None, "'nf4' loads a teacher that is a model of its own in 4 bits.", choices=("nf4",)
+    )
+    attribution_groups: list[str] = method_setting(
+        [], "Fields to remove together, as PATTERN=GROUP: 'test_*=tests' makes one group of all fields with such names."
+    )
+    attribution_views: int | None = method_setting(
+        16,
+        "Views without a field, or group, that the teacher reads of a response. Where there are more fields and groups, neighbouring "
+        "ones are removed together; 'none' removes each alone.",
+        above=0,
     )
     log_prob_floor: float | None = method_setting(
         math.log(1e-10), "Floor on normalised teacher log-probabilities (natural log); 'none' disables it.", below=0
@@ -390,11 +420,45 @@ class SelfDistillConfig(TrainingArguments):
                 f"rollouts {self.rollouts} and quantization {self.quantization} exclude each other, because vLLM samples from other "
                 "weights than those that are trained: use rollouts hf, or no quantization"
             )
+        self.groups_of_fields  # noqa: B018 raises ValueError
+        if self.teacher_kind != "model" and (self.teacher_dtype or self.teacher_quantization):
+            raise ValueError(
+                f"teacher is {self.teacher!r}, and teacher_dtype and teacher_quantization are for a teacher that is a model: leave "
+                "them out"
+            )
+        if self.fsdp_size not in (None, 1) and self.teacher_kind in ("adapter", "model"):
+            raise ValueError(
+                f"teacher {self.teacher!r} has weights of its own, which fsdp_size does not spread over processes: use teacher ema, "
+                "student or initial, or leave fsdp_size out"
+            )
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "
                 "which also has to hold the prompt"
             )
+
+    @property
+    def teacher_kind(self) -> TeacherKind:
+        """What `teacher` names."""
+        if self.teacher in ("ema", "student", "initial"):
+            return cast(TeacherKind, self.teacher)
+        return "adapter" if (Path(self.teacher).expanduser() / "adapter_config.json").is_file() else "model"
+
+    @property
+    def groups_of_fields(self) -> dict[str, str]:
+        """`attribution_groups`: groups by the patterns of their fields' names.
+
+        Raises:
+            ValueError: an entry is not PATTERN=GROUP.
+        """
+        pairs = [entry.partition("=") for entry in self.attribution_groups]
+        for entry, (pattern, _, group) in zip(self.attribution_groups, pairs, strict=True):
+            if not pattern or not group or group == "full":
+                raise ValueError(
+                    f"attribution_groups has {entry!r}: expected PATTERN=GROUP, such as test_*=tests, and a GROUP other than 'full', "
+                    "which stands for the feedback as a whole"
+                )
+        return {pattern: group for pattern, _, group in pairs}
 
     @property
     def sampling(self) -> Sampling:

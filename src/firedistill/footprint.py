@@ -207,7 +207,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     config = causal_lm.config.get_text_config()
     logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
     gpu = args.device.type == "cuda"
-    chunk = min(logits, fire_head.CHUNK_ELEMENTS_GPU if gpu else fire_head.CHUNK_ELEMENTS)
+    chunk = min(logits, fire_head.default_chunk(config.vocab_size, gpu) * config.vocab_size)
     block = min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
     head = 3 * width * chunk + BLOCKS * 4 * block
 

@@ -7,9 +7,11 @@ ordinary characters and can neither end a turn nor open one.
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -19,8 +21,8 @@ from firedistill.tasks.guard import TaskFault
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField
 
-# A teacher view: all feedback, all but field j (its index), or none of it.
-View = int | Literal["full", "none"]
+# A teacher view: all feedback, all but field j (its index) or but several fields, or none of it.
+View = int | tuple[int, ...] | Literal["full", "none"]
 
 Message = dict[str, str]
 
@@ -46,15 +48,16 @@ def student_messages(task: Task, example: Example) -> list[Message]:
 def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[Message]:
     """One user message with the feedback blocks; the view decides which of them keep their text.
 
-    A removed field leaves its header and an empty text, and the others keep their numbers, so that only the field itself
-    changes. The view "none" is the student's own prompt: the teacher without any feedback.
+    A removed field leaves its header and an empty text, and the others keep their numbers, so that only the fields themselves
+    change. The view "none" is the student's own prompt: the teacher without any feedback.
     """
     if view == "none":
         return student_messages(task, example)
-    if view != "full" and not 0 <= view < len(feedback):
-        raise ValueError(f"view {view!r} of feedback with {len(feedback)} fields; expected 'full', 'none' or a field's index")
+    removed = () if view == "full" else (view,) if isinstance(view, int) else view
+    if not all(0 <= j < len(feedback) for j in removed):
+        raise ValueError(f"view {view!r} of feedback with {len(feedback)} fields; expected 'full', 'none' or indices of fields")
     blocks = [
-        f"[Context block {number}]\n{'' if view == number - 1 else field.text}"
+        f"[Context block {number}]\n{'' if number - 1 in removed else field.text}"
         for number, field in enumerate(feedback, start=1)
     ]
     content = f"{TEACHER_OPENING}\n\nTask:\n{task.prompt(example)}\n\nStructured feedback context:\n" + "\n".join(blocks)
@@ -165,6 +168,43 @@ def well_formed(text: str) -> str:
     return text
 
 
+def field_groups(feedback: Sequence[FeedbackField]) -> list[tuple[str, View]]:
+    """What attribution removes together: the name of each group, or of a field on its own, and the view without it."""
+    members: dict[str, list[int]] = {}
+    for j, field in enumerate(feedback):
+        members.setdefault(field.group or field.name, []).append(j)
+    return [(name, view_without(fields)) for name, fields in members.items()]
+
+
+def view_without(fields: Sequence[int]) -> View:
+    """The view without these fields."""
+    return fields[0] if len(fields) == 1 else tuple(fields)
+
+
+def grouped(feedback: Sequence[FeedbackField], groups: Mapping[str, str]) -> tuple[FeedbackField, ...]:
+    """The feedback, where the first pattern that fits the name of a field (`test_*`) decides its group; others keep theirs."""
+    return tuple(
+        replace(field, group=next((groups[pattern] for pattern in groups if fnmatchcase(field.name, pattern)), field.group))
+        for field in feedback
+    )
+
+
+def joined(feedback: Sequence[FeedbackField], most: int | None) -> tuple[FeedbackField, ...]:
+    """The feedback with at most so many fields or groups: of more, neighbouring ones are joined to groups of even sizes.
+
+    A new group has the names of its first and last member, `test_5..test_8`.
+    """
+    groups = [name for name, _ in field_groups(feedback)]
+    if most is None or len(groups) <= most:
+        return tuple(feedback)
+    ends = [len(groups) * k // most for k in range(most + 1)]
+    names: dict[str, str] = {}
+    for first, end in itertools.pairwise(ends):
+        if end - first > 1:
+            names |= dict.fromkeys(groups[first:end], f"{groups[first]}..{groups[end - 1]}")
+    return tuple(replace(field, group=names.get(field.group or field.name, field.group)) for field in feedback)
+
+
 def fit_feedback(
     feedback: Sequence[FeedbackField], encoder: PromptEncoder, budget: int
 ) -> tuple[tuple[FeedbackField, ...], list[str]]:
@@ -178,7 +218,7 @@ def fit_feedback(
     share = fair_share(sizes, budget)
     cut = [field.name for field, size in zip(feedback, sizes, strict=True) if size > share]
     return tuple(
-        FeedbackField(field.name, _cut(field.text, share, encoder)) if size > share else field
+        replace(field, text=_cut(field.text, share, encoder)) if size > share else field
         for field, size in zip(feedback, sizes, strict=True)
     ), cut
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
-from firedistill.memory import LOADING, explained_memory, unused_memory
+from firedistill.memory import LOADING, BatchLimit, explained_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
@@ -28,6 +28,9 @@ from firedistill.rollouts.merging import merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import Example, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
+from firedistill.teacher import Teacher
+from firedistill.teacher.ema import FixedWeights
+from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class Setup:
         train_examples: the training problems; empty if nothing is trained.
         eval_examples: the held-out problems; empty if nothing is evaluated.
         also: further tasks with their held-out problems, by name.
+        teacher_model: a teacher with weights of its own; None if they are the student's, or if no teacher was asked for.
+        teacher_encoder: turns messages into token ids of the teacher.
         decided: settings that were left open, with what was chosen for the device and why, as texts by name.
     """
 
@@ -56,7 +61,35 @@ class Setup:
     train_examples: list[Example]
     eval_examples: list[Example]
     also: dict[str, tuple[Task, list[Example]]]
+    teacher_model: PreTrainedModel | PeftModel | None
+    teacher_encoder: PromptEncoder
     decided: dict[str, str] = field(default_factory=dict)
+
+    def teacher(self, limit: BatchLimit) -> Teacher:
+        """The teacher of the settings; its average starts at the present weights of the student.
+
+        Args:
+            limit: padded tokens per forward pass.
+        """
+        args, own = self.args, self.teacher_model
+        if own is not None:
+            with explained_memory(f"the teacher does not fit; {LOADING}"):
+                if args.teacher_quantization is None:
+                    cast(torch.nn.Module, own).to(next(self.model.parameters()).device)
+        return Teacher(
+            self.model if own is None else own,
+            self.task,
+            self.teacher_encoder,
+            rate={"student": 1.0, "initial": 0.0}.get(args.teacher_kind, args.ema_rate),
+            temperature=args.score_temperature,
+            share_prefixes=args.share_prefixes,
+            limit=limit,
+            feedback=args.teacher_feedback,
+            groups=args.groups_of_fields,
+            most_views=args.attribution_views,
+            weights=None if own is None else FixedWeights(own),
+            vocabulary_size=None if own is None else vocabulary_size(unwrap(self.model)),
+        )
 
 
 def load_setup(
@@ -68,6 +101,7 @@ def load_setup(
     train_examples: Sequence[Example] | None = None,
     eval_examples: Sequence[Example] | None = None,
     train: bool = True,
+    teacher: bool = True,
 ) -> Setup:
     """Load what a run needs. `args` is copied, not changed.
 
@@ -79,6 +113,7 @@ def load_setup(
         task: a task or its name.
         train_examples, eval_examples: problems to use instead of the task's.
         train: False loads no training problems of the task, for an evaluation.
+        teacher: False loads no teacher, for an evaluation.
 
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
@@ -93,7 +128,8 @@ def load_setup(
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     check_trackers(args.report_to)
     decided: dict[str, str] = {}
-    load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
+    # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
+    load_objective(args.method, args.method_settings).check_teacher(args.teacher_kind, args.teacher_feedback)
     if model is None or isinstance(model, str):
         name, sharding = model or args.model, sharding_of(args)
         decided |= decide_quantization(args, name)
@@ -124,6 +160,18 @@ def load_setup(
     refuse_float16(model)
     if args.lora_dtype == "base":
         compute_in_base_dtype(cast(PeftModel, model))
+    teacher_model: PreTrainedModel | PeftModel | None = None
+    teacher_tokenizer = tokenizer
+    if teacher and args.teacher_kind == "adapter":
+        teacher_model = adapter_teacher(cast(PeftModel, model), args.teacher)
+    elif teacher and args.teacher_kind == "model":
+        teacher_model, teacher_tokenizer = model_teacher(
+            args.teacher,
+            cast(PeftModel, model),
+            tokenizer,
+            dtype=args.teacher_dtype or args.model_dtype,
+            quantization=args.teacher_quantization,
+        )
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     decided |= decide_for_device(args, cast(PeftModel, model))
@@ -161,6 +209,8 @@ def load_setup(
         eval_examples=eval_examples,
         also=also,
         decided=decided,
+        teacher_model=teacher_model,
+        teacher_encoder=PromptEncoder(teacher_tokenizer),
     )
 
 

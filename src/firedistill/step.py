@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from firedistill.models.states import ResponseStates
 from firedistill.objectives import Objective
 from firedistill.ops import Head
 from firedistill.ops.head import chunks
-from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback
+from firedistill.prompts import TokenBudget, field_groups, fit_feedback, grouped, joined
 from firedistill.rollout import Rollout
-from firedistill.tasks import Example, Task
+from firedistill.tasks import Example
 from firedistill.tasks.guard import TaskFault
 from firedistill.teacher import Teacher
 
@@ -107,15 +108,32 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics
 
 
-def add_feedback(rollout: Rollout, task: Task, encoder: PromptEncoder, max_tokens: int) -> tuple[Rollout, list[str]]:
-    """The rollout with the task's feedback about its response, and the names of the fields that were cut to `max_tokens` in all.
+def add_feedback(rollout: Rollout, teacher: Teacher, max_tokens: int) -> tuple[Rollout, list[str]]:
+    """The rollout with the feedback about its response, and the names of the fields that were cut to `max_tokens` in all.
+
+    The feedback is the task's, in the groups of the settings. There is none if the teacher reads none.
 
     Raises:
         TaskFault: the task gives no feedback.
     """
-    feedback = task.feedback(rollout.example, rollout.response.text, rollout.verdict)
-    fitted, cut = fit_feedback(feedback, encoder, max_tokens)
+    if not teacher.feedback:
+        return rollout, []
+    feedback = teacher.task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+    feedback = grouped(feedback, teacher.groups)
+    fitted, cut = fit_feedback(joined(feedback, teacher.most_views), teacher.encoder, max_tokens)
+    if len(field_groups(fitted)) < len(field_groups(feedback)):
+        say_joined(teacher.most_views)
     return replace(rollout, feedback=fitted), cut
+
+
+@cache
+def say_joined(most_views: int | None) -> None:
+    """Log, once per process, that fields are attributed together."""
+    logger.warning(
+        "feedback with more than %s fields or groups: neighbouring ones are removed together and have one weight "
+        "(attribution_views changes the number, attribution_groups names groups)",
+        most_views,
+    )
 
 
 @dataclass
@@ -158,7 +176,7 @@ def select_rollouts(
         elif objective.needs_teacher(rollout):
             uid = rollout.example.uid
             try:
-                rollout, cut = add_feedback(rollout, teacher.task, teacher.encoder, budget.feedback)
+                rollout, cut = add_feedback(rollout, teacher, budget.feedback)
                 fits = teacher.view_tokens(rollout, "full") <= budget.context
                 naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout)) if fits else 0
             except TaskFault as fault:

@@ -78,7 +78,6 @@ from firedistill.step import (
     step_seed,
 )
 from firedistill.tasks import Example, Task
-from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -202,15 +201,7 @@ class SelfDistillTrainer(ResumableTrainer):
             args.score_tokens_per_forward, "the measured policy's batch", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable
         )
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
-        self.teacher = Teacher(
-            self.model,
-            self.task,
-            self.encoder,
-            rate=args.ema_rate,
-            temperature=args.score_temperature,
-            share_prefixes=args.share_prefixes,
-            limit=self.limits["scoring"],
-        )
+        self.teacher = self.setup.teacher(self.limits["scoring"])
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
         check_head(self.model, self.head)
         self.run_log: RunLog | None = None  # created when training starts
@@ -452,7 +443,7 @@ class SelfDistillTrainer(ResumableTrainer):
         ranks = gather_object([(metrics.on_host(), float(record.loss), held)])
         row = over_processes(of_rank for of_rank, _, _ in ranks).row()
         naive, read = row.pop("naive_teacher_tokens", 0), row.pop("teacher_tokens", 0)
-        norms = record.grad_norms
+        norms, distance = record.grad_norms, self.teacher.weights.distance()
         self.counters["cumulative_generated_tokens"] += row["generated_tokens"]
         self.counters["cumulative_train_seconds"] += total
         self.last_metrics = {
@@ -468,7 +459,7 @@ class SelfDistillTrainer(ResumableTrainer):
             "teacher_tokens_saved": naive - read,
             **row,
             **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
-            "ema_distance": self.teacher.weights.distance(),
+            **({} if distance is None else {"ema_distance": distance}),
             "skipped_update": record.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
             **{name: count for name, count in self.failures().items() if count},
@@ -477,7 +468,7 @@ class SelfDistillTrainer(ResumableTrainer):
             self.lock.check()
         if self.run_log is not None:
             self.run_log.metrics(self.last_metrics)
-        if not math.isfinite(self.last_metrics["ema_distance"]):
+        if distance is not None and not math.isfinite(distance):
             raise self.not_finite("the adapter")
 
     def failures(self) -> dict[str, int]:
@@ -535,7 +526,9 @@ class SelfDistillTrainer(ResumableTrainer):
     def identity(self) -> dict[str, Any]:
         if self._identity is None:
             examples, base = self.train_dataset.examples, model_fingerprint(self.model)
-            self._identity = identity(self.args.resolved(), examples, self.eval_examples, base, self.args.world_size)
+            kind, own = self.args.teacher_kind, self.setup.teacher_model
+            teacher = kind if own is None else model_fingerprint(own)
+            self._identity = identity(self.args.resolved(), examples, self.eval_examples, base, self.args.world_size, teacher)
         return self._identity
 
     def begin_run(self, step: int) -> None:

@@ -276,19 +276,24 @@ def case_name(case: Mapping[str, Any]) -> str:
 
 
 def table(result: Row) -> Table:
-    """Times and memory, a line per case and variant."""
+    """Times and memory, a line per case and variant, and the numbers under `shown` of a row."""
     shown = Table(title=result["title"])
     for column in ("case", "variant"):
         shown.add_column(column, overflow="fold")
     for column in ("seconds", "from", "to", "processor", "relative", "of processor", "peak MiB"):
         shown.add_column(column, justify="right")
-    for row in merged(result["rows"]):
+    rows = merged(result["rows"])
+    further = list(dict.fromkeys(name for row in rows for name in row.get("shown", {})))
+    for column in further:
+        shown.add_column(column, justify="right")
+    for row in rows:
         cells = ["-"] * 6
         if wall := row.get("seconds"):
-            numbers = (wall["median"], wall["min"], wall["max"], row["processor_seconds"]["median"])
-            cells = [f"{n:.3g}" for n in numbers] + [f"{row['relative']:.2f}", f"{row['relative_processor']:.2f}"]
+            times = (wall["median"], wall["min"], wall["max"], row["processor_seconds"]["median"])
+            cells = [f"{n:.3g}" for n in times] + [f"{row['relative']:.2f}", f"{row['relative_processor']:.2f}"]
         peak = row.get("peak_mib")
-        shown.add_row(case_name(row["case"]), row["variant"], *cells, "-" if peak is None else f"{peak:.0f}")
+        numbers = [f"{row['shown'][name]:.3g}" if name in row.get("shown", {}) else "-" for name in further]
+        shown.add_row(case_name(row["case"]), row["variant"], *cells, "-" if peak is None else f"{peak:.0f}", *numbers)
     return shown
 
 
@@ -311,7 +316,8 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         axes = figure.subplots(2, len(sweeps), squeeze=False)
         peaks = [math.nan if row.get("peak_mib") is None else row["peak_mib"] for row in found]
         for (name, others), column in zip(sweeps.items(), axes.T, strict=True):
-            swept = [number for number, row in enumerate(found) if others.items() <= row["case"].items()]
+            swept = [number for number, row in enumerate(found) if name in row["case"]]
+            swept = [number for number in swept if others.items() <= found[number]["case"].items()]
             swept.sort(key=lambda number: found[number]["case"][name])
             for label, values, axis in zip((time_label, "peak MiB"), (seconds, peaks), column, strict=True):
                 for variant in dict.fromkeys(row["variant"] for row in found):  # each has the same colour in all panels

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import TrainerCallback
@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.prescribed import OWN, ModelSizes, PrescribedSteps, StepSizes, model_of
 from firedistill.prompts import student_messages
+from firedistill.teacher.ema import EMAWeights
 
 TITLE = "A Full Context step without sampling, against trl's SDPOTrainer with full logits"
 NEEDS = "trl"
@@ -150,7 +151,7 @@ class TrlSteps(TrainerCallback):
             max_completion_length=max(sizes.responses),
             generation_kwargs={"min_new_tokens": max(sizes.responses)},
             distillation_mode="full_logits",
-            teacher_update_rate=teacher.weights.rate,
+            teacher_update_rate=cast(EMAWeights, teacher.weights).rate,
             include_environment_feedback=True,
             use_successful_as_teacher=False,
             reprompt_template="{prompt}{solution}{feedback}",

@@ -22,7 +22,7 @@ from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_RO
 from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
-from firedistill.prompts import shown_prompt, teacher_messages
+from firedistill.prompts import View, shown_prompt, teacher_messages
 from firedistill.recipes import read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
@@ -35,7 +35,7 @@ from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
 
 
-def setup_for(arguments: Sequence[str]) -> Setup:
+def setup_for(arguments: Sequence[str], teacher: bool = True) -> Setup:
     """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe."""
     arguments = arguments_of_adapter(arguments)
     recipe, _ = split_recipe(arguments)
@@ -48,7 +48,7 @@ def setup_for(arguments: Sequence[str]) -> Setup:
         arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False)
+    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False, teacher=teacher)
 
 
 def is_given(option: str, arguments: Sequence[str]) -> bool:
@@ -89,7 +89,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     parser = Parser()
     parser.add_argument("--json", action="store_true")
     options, rest = parser.parse_known_args(list(arguments))
-    setup = setup_for(rest)
+    setup = setup_for(rest, teacher=False)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
@@ -145,7 +145,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     checkpoint = None
     if options.checkpoint is not None:
         checkpoint = folder / f"checkpoint-{options.checkpoint}"
-        if not (checkpoint / "teacher.safetensors").is_file():
+        if not (checkpoint / "checkpoint.json").is_file():
             steps = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
             raise ValueError(f"--checkpoint is {options.checkpoint}; {folder} has checkpoints of these steps: {steps}")
         rest += ["--initial_adapter", str(checkpoint)]
@@ -154,14 +154,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
-    teacher = Teacher(
-        setup.model,
-        task,
-        setup.encoder,
-        rate=args.ema_rate,
-        temperature=args.score_temperature,
-        share_prefixes=args.share_prefixes,
-        limit=BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64),
+    teacher = setup.teacher(
+        BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
     )
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
@@ -225,13 +219,14 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
         "verdict",
     )
     for number, field in enumerate(rollout.feedback, start=1):
-        panel(field.text, f"feedback field {number}, {field.name}")
+        panel(field.text, f"feedback field {number}, {field.name}" + (f" of group {field.group}" if field.group else ""))
     if not prompts:
         console.print("--prompts shows what student and teacher are asked", style="dim")
         return
     panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
-    for view in ["full", *range(len(rollout.feedback)), "none"]:
-        title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
+    without = {f"without {name}": view for name, view in inspection.removed.items()}
+    views: dict[str, View] = {"full": "full", **without, "without feedback": "none"}
+    for title, view in views.items():
         message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
         panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
 
@@ -243,7 +238,7 @@ def token_table(inspection: Inspection, width: int = 160) -> Table:
         width: columns of the terminal. The fields stand under numbers, and as many columns as fit are shown: the token, its influence
             |g_c| and the attribution come first.
     """
-    target, names = inspection.target, [field.name for field in inspection.rollout.feedback]
+    target, names = inspection.target, list(inspection.removed)
     branch = "correct: beta applies" if inspection.rollout.verdict.correct else "incorrect: chi, alpha, eta apply"
     influence = [f"{float(energy) ** 0.5:.4f}" for energy in target.energy]
     columns = {"|g_c|": influence, "rho": _cells(target.rho, 4)}

@@ -25,7 +25,7 @@ from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
-from firedistill.ops.fire_head import CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU
+from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
@@ -449,7 +449,7 @@ def check_defaults(setup: Setup) -> Iterator[Finding]:
             "one response at a time, shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
         )
         + ("" if args.share_prefixes is not None else f", the default for {device.type}"),
-        "head": f"chunks of 2^{(CHUNK_ELEMENTS_GPU if device.type == 'cuda' else CHUNK_ELEMENTS).bit_length() - 1} logits",
+        "head": f"chunks of {default_chunk(unwrap(setup.model).config.get_text_config().vocab_size, device.type == 'cuda')} tokens",
     }
     yield Finding("note", "defaults", "; ".join(f"{name} {text}" for name, text in chosen.items()))
 
@@ -457,6 +457,9 @@ def check_defaults(setup: Setup) -> Iterator[Finding]:
 def check_memory(setup: Setup) -> Iterator[Finding]:
     """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
     need = memory_of_step(setup.args, setup.model, bool(setup.args.gradient_checkpointing))
+    if (own := setup.teacher_model) is not None:
+        shared = {id(p) for p in setup.model.parameters()}  # an adapter's base model is the student's
+        need["model of the teacher"] = sum(p.nbytes for p in own.parameters() if id(p) not in shared)
     total = sum(need.values())
     device = setup.args.device
     free = free_memory(device)

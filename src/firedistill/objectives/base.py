@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.objectives.batches import MicroBatch, Step
 from firedistill.prompts import View
@@ -35,12 +36,26 @@ class Objective:
     """
 
     name: ClassVar[str] = "objective"
+    uses_teacher: ClassVar[bool] = True
 
     group_size: int = setting(1, "Responses sampled per prompt.")
 
     def __post_init__(self) -> None:
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; expected at least one response per prompt")
+
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        """Refuse a teacher that does not give what the method assumes.
+
+        Args:
+            kind: whose weights the teacher has; "adapter" and "model" are not in the student's modules and cannot sample.
+            feedback: whether the teacher reads feedback.
+
+        Raises:
+            ValueError: says what the method needs.
+        """
+        if not self.uses_teacher and (kind != "ema" or not feedback):
+            raise ValueError(f"method {self.name} uses no teacher: leave teacher and teacher_feedback out")
 
     def sampling(self, sampling: Sampling) -> Sampling:
         """The sampling parameters of the rollouts, given those of the run."""

@@ -31,7 +31,7 @@ class Step:
         progress: `k / (K - 1)` for step k = 0, 1, ... of K; 0 in a run of one step.
         seed: of this step and process, for random draws of the method; the same in a resumed run.
         model, head: the live student.
-        teacher: the EMA teacher.
+        teacher: the run's teacher.
         metrics: the seconds that scoring took.
     """
 
@@ -72,7 +72,7 @@ class MicroBatch:
         prepared: what `Objective.prepare` returned for each of them.
         student: live hidden states at the response positions, with gradient.
         head: the student's head.
-        teacher: the EMA teacher.
+        teacher: the run's teacher.
         responses: N, the responses to all prompts of the update over all micro-batches and processes, including those that were
             left out of training.
         prompts: the prompts that they answer.

@@ -20,6 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch
@@ -70,6 +71,13 @@ class DemoPSD(Objective):
             raise ValueError(f"alpha_max is {self.alpha_max}; expected a share between 0 and 1")
         if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
+
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        if self.reference == "ema" and not feedback:
+            raise ValueError(
+                "method demopsd compares the teacher with feedback to itself without, and teacher_feedback false makes both the same: "
+                "use --method_settings.reference student, or method full_context"
+            )
 
     def views(self, rollout: Rollout) -> list[View]:
         return ["full", "none"] if self.reference == "ema" else ["full"]

@@ -11,13 +11,14 @@ since they matter nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
 from firedistill.objectives.base import Objective, setting
@@ -35,7 +36,7 @@ from firedistill.objectives.distributions import (
 )
 from firedistill.objectives.registry import register
 from firedistill.ops.fire_head import FireHeadOutput, first_pass
-from firedistill.prompts import View
+from firedistill.prompts import View, field_groups
 from firedistill.rollout import Rollout
 
 
@@ -249,9 +250,16 @@ class Fire(Objective):
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
 
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        if self.attribution and not feedback:
+            raise ValueError(
+                f"method {self.name} attributes to fields of feedback, and teacher_feedback false shows the teacher none: use method "
+                "no_attribution"
+            )
+
     def views(self, rollout: Rollout) -> list[View]:
-        fields = range(len(rollout.feedback)) if self.attribution else ()
-        return ["full", *fields] if self.needs_teacher(rollout) else []
+        without = [view for _, view in field_groups(rollout.feedback)] if self.attribution else ()
+        return ["full", *without] if self.needs_teacher(rollout) else []
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Algorithm 1: what `sft_weight` and `fire_target` state, without building a target."""
@@ -294,7 +302,7 @@ class Fire(Objective):
         metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
         if not self.attribution:
             return metrics
-        for names, group in by_fields(batch.wrong.rollouts).items():
+        for names, group in by_views(batch.wrong.rollouts).items():
             tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).nonzero().flatten()
             for j, name in enumerate(names):
                 scored = j < len(output.field_energy)
@@ -306,11 +314,11 @@ class Fire(Objective):
         return metrics
 
 
-def by_fields(rollouts: Sequence[Rollout]) -> dict[tuple[str, ...], list[Rollout]]:
-    """Rollouts by the names of their feedback fields; a task may give some responses more fields than others."""
+def by_views(rollouts: Sequence[Rollout]) -> dict[tuple[str, ...], list[Rollout]]:
+    """Rollouts by the names of what their views leave out; a task may give some responses more fields than others."""
     groups: dict[tuple[str, ...], list[Rollout]] = {}
     for rollout in rollouts:
-        groups.setdefault(tuple(field.name for field in rollout.feedback), []).append(rollout)
+        groups.setdefault(tuple(name for name, _ in field_groups(rollout.feedback)), []).append(rollout)
     return groups
 
 
@@ -347,27 +355,34 @@ class HardGradientExcision(Fire):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         loss, metrics = super().loss(batch.correct)
-        for names, group in by_fields(batch.wrong.rollouts).items():
-            part = batch.select([i for i, rollout in enumerate(batch.rollouts) if rollout in group])
-            part_loss, part_metrics = self.distill_excised(part, names)
+        groups: dict[tuple[tuple[str, View], ...], list[int]] = {}
+        for i, rollout in enumerate(batch.rollouts):
+            if not rollout.verdict.correct:
+                groups.setdefault(tuple(field_groups(rollout.feedback)), []).append(i)
+        for removable, members in groups.items():
+            part_loss, part_metrics = self.distill_excised(batch.select(members), dict(removable))
             loss, metrics = loss + part_loss, metrics.merge([part_metrics])
         return loss, metrics
 
-    def distill_excised(self, batch: MicroBatch, names: tuple[str, ...]) -> tuple[Tensor, Metrics]:
-        """Reverse KL to the views without the most influential field; the responses have the fields `names`."""
+    def distill_excised(self, batch: MicroBatch, removable: Mapping[str, View]) -> tuple[Tensor, Metrics]:
+        """Reverse KL to the views without the most influential field.
+
+        Args:
+            removable: names of the fields, or groups of fields, of the responses, and the views without them.
+        """
         metrics, head = Metrics(), batch.teacher.head
-        full, *without = batch.teacher.states(batch.rollouts, ["full", *range(len(names))])
+        full, *without = batch.teacher.states(batch.rollouts, ["full", *removable.values()])
 
         def influence(student_logits: Tensor, chunk: slice) -> Tensor:
             loo_logits = torch.stack([head(view.hidden[chunk]) for view in without])
             return field_influence(student_logits, head(full.hidden[chunk]), loo_logits, batch.log_prob_floor, self.influence)
 
         target = full
-        if names:
+        if removable:
             scores = map_tokens(batch.head, batch.student, influence)
             removed = [int(of_response.mean(-1).argmax()) if of_response.numel() else 0 for of_response in scores]
             target = ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
-            for j, name in enumerate(names):
+            for j, name in enumerate(removable):
                 metrics.mean(**{f"excised_{name}": torch.tensor([index == j for index in removed])})
 
         def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:

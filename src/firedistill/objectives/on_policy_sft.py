@@ -12,6 +12,7 @@ The temperature is 1, the nucleus that of the run.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -27,6 +28,8 @@ from firedistill.rollout import Rollout, Sampling
 @dataclass
 class OnPolicySFT(Objective):
     """Supervised fine-tuning on the verified responses of the current student."""
+
+    uses_teacher: ClassVar[bool] = False
 
     group_size: int = setting(4, "Responses sampled per prompt.")
     temperature: float = setting(1.0, "Sampling temperature; any other than 1 makes the data off-policy.")

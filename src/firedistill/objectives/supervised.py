@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from firedistill.metrics import Metrics
@@ -14,6 +16,8 @@ from firedistill.rollout import Rollout
 @register("supervised")
 class Supervised(Objective):
     """Token mean of the negative log-likelihood of every response; no teacher."""
+
+    uses_teacher: ClassVar[bool] = False
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         return False

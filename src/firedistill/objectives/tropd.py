@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
@@ -93,6 +94,13 @@ class TrOPD(Objective):
             raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
         if self.max_prefix < 0 or self.top_k < 1:
             raise ValueError(f"max_prefix is {self.max_prefix} and top_k {self.top_k}; expected at least 0 and 1")
+
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        if self.max_prefix > 0 and kind in ("adapter", "model"):
+            raise ValueError(
+                f"method tropd lets the teacher write the beginning of a response, which the rollout engine samples from the student's "
+                f"modules, and teacher is another {kind}: use --method_settings.max_prefix 0, or teacher ema, student or initial"
+            )
 
     def prefix_cap(self, progress: float) -> int:
         """The longest guided prefix at this share of training."""

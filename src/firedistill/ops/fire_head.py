@@ -100,6 +100,11 @@ def fire_head_loss(
     return first_pass(head, hidden, token_weights, attribution=attribution, loo_hidden=views, **settings).output()
 
 
+def default_chunk(vocabulary_size: int, gpu: bool) -> int:
+    """Tokens that are projected at once."""
+    return max(CHUNK_TOKENS, (CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS) // vocabulary_size)
+
+
 def first_pass(
     head: Head | Tensor,
     hidden: Tensor,
@@ -169,8 +174,7 @@ def first_pass(
         log_prob_floor=log_prob_floor,
         attribution=attribution,
         projection=projection,
-        chunk_size=chunk_size
-        or max(CHUNK_TOKENS, (CHUNK_ELEMENTS_GPU if hidden.is_cuda else CHUNK_ELEMENTS) // head.vocabulary_size),
+        chunk_size=chunk_size or default_chunk(head.vocabulary_size, hidden.is_cuda),
         block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
         differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )

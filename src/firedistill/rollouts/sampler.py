@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages, teacher_messages
+from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages
 from firedistill.rollout import Prompt, Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.tasks import Example, Task
 from firedistill.tasks.guard import TaskFault, explained
+from firedistill.tasks.types import FeedbackField
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Sampler:
         return rollouts
 
     def teacher_drafts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Responses of the EMA teacher to its own prompt, with the feedback on an empty response; token ids.
+        """Responses of the teacher to its own prompt, with the feedback on an empty response; token ids.
 
         Empty where that prompt exceeds the context budget, or where the task gives no feedback.
         """
@@ -110,10 +111,13 @@ class Sampler:
         return [[] if request is None else next(drafts).token_ids for request in requests]
 
     def _draft_prompt(self, prompt: Prompt) -> list[int] | None:
+        assert self.teacher is not None
         try:
-            feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
-            fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
-            ids = self.encoder.encode(teacher_messages(self.task, prompt.example, fitted))
+            fitted: Sequence[FeedbackField] = ()
+            if self.teacher.feedback:
+                feedback = self.task.feedback(prompt.example, "", self.task.verify(prompt.example, ""))
+                fitted, _ = fit_feedback(feedback, self.encoder, self.budget.feedback)
+            ids = self.teacher.encode(prompt.example, fitted)
         except TaskFault as fault:
             logger.warning("%s; no draft", fault)
             return None

@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 def identity(
-    settings: Mapping[str, Any], train: Sequence[Example], evaluation: Sequence[Example], base_model: str, world_size: int
+    settings: Mapping[str, Any],
+    train: Sequence[Example],
+    evaluation: Sequence[Example],
+    base_model: str,
+    world_size: int,
+    teacher: str = "ema",
 ) -> dict[str, Any]:
     """The settings of a run and fingerprints of its inputs, as plain JSON values.
 
@@ -42,12 +47,14 @@ def identity(
         settings: `SelfDistillConfig.resolved()`.
         base_model: see `model_fingerprint`.
         world_size: number of processes.
+        teacher: "ema", another average of the student by its name, or the `model_fingerprint` of a teacher with weights of its own.
     """
     given = {
         "base_model": base_model,
         "train_data": data_fingerprint(train),
         "eval_data": data_fingerprint(evaluation),
         "world_size": world_size,
+        "teacher_weights": teacher,
     }
     return to_plain({"settings": dict(settings), "given": given})
 
@@ -94,7 +101,8 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: S
     Args:
         config: its class has the default of a setting that is not stored.
     """
-    before, now = ({**_defaults(config), **_part(run, "settings"), **_part(run, "given")} for run in (stored, present))
+    defaults = {**_defaults(config), "teacher_weights": "ema"}  # of runs from before there were other teachers
+    before, now = ({**defaults, **_part(run, "settings"), **_part(run, "given")} for run in (stored, present))
     unknown = object()
     found = {}
     for name in dict.fromkeys([*before, *now]):

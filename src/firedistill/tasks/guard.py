@@ -165,7 +165,9 @@ def read_feedback(value: Any, where: str) -> tuple[FeedbackField, ...]:
         if not isinstance(item, FeedbackField):
             raise TaskFault(f"{where}: feedback holds a {type(item).__name__}, expected FeedbackField(name, text)")
         name, text = read_text(item.name, f"{where}: FeedbackField.name"), read_text(item.text, f"{where}: FeedbackField.text")
-        if name in fields or name == "full":  # alpha_<name> is a column of metrics.jsonl, and so is alpha_full
+        if item.group is not None and not isinstance(item.group, str):
+            raise TaskFault(f"{where}: field {name!r} has the group {item.group!r}, expected a text or None")
+        if name in fields or "full" in (name, item.group):  # alpha_<name> is a column of metrics.jsonl, and so is alpha_full
             reason = "two fields have this name" if name in fields else "this name stands for the feedback as a whole"
             raise TaskFault(f"{where}: field {name!r}: {reason}; give the field another one")
         same = name is item.name and text is item.text

@@ -60,7 +60,9 @@ class FeedbackField:
     Attributes:
         name: identifies the field in logs and figures (`alpha_<name>`).
         text: the feedback, which is all that the teacher sees.
+        group: fields of one group are removed together and have one weight, `alpha_<group>`; None for a field on its own.
     """
 
     name: str
     text: str
+    group: str | None = None

@@ -1,15 +1,17 @@
-"""The teacher's weights: a float32 moving average of the trainable parameters over the one base model (eq. sdpo_updates)."""
+"""The teacher's weights: a float32 moving average of the trainable parameters over the one base model (eq. sdpo_updates), or fixed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+
+from firedistill.models.states import inference_mode
 
 
 class EMAWeights:
@@ -20,15 +22,15 @@ class EMAWeights:
 
     Args:
         model: the student with its adapter.
-        rate: `1 - mu`, the weight of the new student in each update.
+        rate: `1 - mu`, the weight of the new student in each update. 1 is the student itself, 0 the student before the first update.
 
     Raises:
-        ValueError: no parameter is trainable, or the rate is outside (0, 1].
+        ValueError: no parameter is trainable, or the rate is outside [0, 1].
     """
 
     def __init__(self, model: nn.Module, rate: float):
-        if not 0 < rate <= 1:
-            raise ValueError(f"ema_rate is {rate}; expected 1 - mu, the weight of the new student, in (0, 1]")
+        if not 0 <= rate <= 1:
+            raise ValueError(f"ema_rate is {rate}; expected 1 - mu, the weight of the new student, in [0, 1]")
         self.model, self.rate = model, rate
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
@@ -44,6 +46,8 @@ class EMAWeights:
     @torch.no_grad()
     def update(self) -> None:
         """`teacher <- mu teacher + (1 - mu) student`."""
+        if self.rate == 0:
+            return
         students = [p.detach().float() for p in self.parameters.values()]
         torch._foreach_lerp_(list(self.shadow.values()), students, self.rate)
 
@@ -109,3 +113,30 @@ class EMAWeights:
         with torch.no_grad():
             for name, tensor in self.shadow.items():
                 tensor.copy_(stored[name])  # in place: the address of a tensor can change how products with it round
+
+
+class FixedWeights:
+    """The weights of a teacher that is a model of its own: they never change, and checkpoints do not hold them."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def update(self) -> None:
+        """Change nothing."""
+
+    def applied(self) -> AbstractContextManager[None]:
+        """Run the model in evaluation mode, without gradient."""
+        return inference_mode(self.model)
+
+    def values_for(self, module: nn.Module) -> dict[str, Tensor]:
+        """Nothing: the modules hold the teacher's values."""
+        return {}
+
+    def distance(self) -> None:
+        """None: student and teacher have different parameters."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write nothing."""
+
+    def load(self, folder: str | Path) -> None:
+        """Read nothing."""

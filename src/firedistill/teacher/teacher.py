@@ -1,8 +1,8 @@
-"""The EMA teacher: the average of the student that sees the feedback and re-scores the student's responses."""
+"""The teacher: the weights that see the feedback and re-score the student's responses, by default an average of the student."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
@@ -13,32 +13,39 @@ from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates, score_responses, unwrap
 from firedistill.ops import Head
-from firedistill.prompts import PromptEncoder, View, teacher_messages
+from firedistill.prompts import PromptEncoder, View, field_groups, teacher_messages
 from firedistill.rollout import Rollout
-from firedistill.tasks import Task
-from firedistill.teacher.ema import EMAWeights
+from firedistill.tasks import Example, Task
+from firedistill.tasks.types import FeedbackField
+from firedistill.teacher.ema import EMAWeights, FixedWeights
 from firedistill.teacher.prefix_cache import PrefixCache, can_share_prefixes, common_prefix
 
 TOKENS_PER_FORWARD = 8192
 
 
 class Teacher:
-    """The EMA weights, the prompts with feedback, and the hidden states of responses under them.
+    """The teacher's weights, the prompts with feedback, and the hidden states of responses under them.
 
-    A *view* is a teacher prompt: `"full"` has all feedback fields, `j` all but field j, and `"none"` is the student's own prompt.
+    A *view* is a teacher prompt: `"full"` has all feedback fields, `j` all but field j, `(i, j)` all but these fields, and `"none"` is
+    the student's own prompt.
 
     Args:
-        model: the student with its adapter; the teacher puts its own weights into it while it reads.
+        model: the student with its adapter; the teacher puts its own weights into it while it reads. A model of its own is named by
+            `weights`.
         task: builds the prompts.
         encoder: tokenizes them.
-        rate: `1 - mu`, the weight of the new student in each update.
+        rate: `1 - mu`, the weight of the new student in each update: 1 for the live student, 0 for the student at its start.
         temperature: of the scored distributions.
         share_prefixes: read what the views of a rollout share once, response by response. A GPU is better served by large batches;
             None decides by the device.
         limit: padded tokens per forward pass of the batched path.
+        feedback: False gives every view the student's own prompt.
+        groups: by patterns of field names, the groups of fields that are removed together.
+        most_views: views without a field or group that a response may have; of more, neighbouring ones are removed together.
+        weights: of a model of its own; by default an average of the student with the given rate.
+        vocabulary_size: V of the student's head, to which the head of a model of its own is cut; by default its own.
 
     Attributes:
-        weights: the EMA weights.
         metrics: tokens and seconds that reading took since `take_metrics`.
     """
 
@@ -52,10 +59,21 @@ class Teacher:
         temperature: float = 1.0,
         share_prefixes: bool | None = None,
         limit: BatchLimit | None = None,
+        feedback: bool = True,
+        groups: Mapping[str, str] | None = None,
+        most_views: int | None = None,
+        weights: FixedWeights | None = None,
+        vocabulary_size: int | None = None,
     ):
         self.model, self.task, self.encoder, self.temperature = model, task, encoder, temperature
         self.device = next(model.parameters()).device
-        self.weights = EMAWeights(model, rate)
+        self.weights: EMAWeights | FixedWeights = weights or EMAWeights(model, rate)
+        self.feedback, self.groups, self.most_views, self.vocabulary_size = (
+            feedback,
+            dict(groups or {}),
+            most_views,
+            vocabulary_size,
+        )
         self.limit = limit or BatchLimit(TOKENS_PER_FORWARD, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
         share_prefixes = self.device.type == "cpu" if share_prefixes is None else share_prefixes
         self.share_prefixes = share_prefixes and can_share_prefixes(model)
@@ -74,7 +92,11 @@ class Teacher:
     def head(self) -> Head:
         """The language-model head under the teacher's weights: the student's own unless the head is trained."""
         causal_lm = unwrap(self.model)
-        return Head.of(causal_lm, self.temperature, self.weights.values_for(causal_lm.get_output_embeddings()))
+        head = CutHead if self.vocabulary_size is not None else Head
+        found = head.of(causal_lm, self.temperature, self.weights.values_for(causal_lm.get_output_embeddings()))
+        if isinstance(found, CutHead):
+            found.rows = self.vocabulary_size
+        return found
 
     # ---- Prompts -------------------------------------------------------------------------------------------------------------------
 
@@ -82,8 +104,16 @@ class Teacher:
         """Token ids of the prompt of a view; tokenized once per rollout."""
         prompts = self.prompts.setdefault(rollout, {})
         if view not in prompts:
-            prompts[view] = self.encoder.encode(teacher_messages(self.task, rollout.example, rollout.feedback, view))
+            prompts[view] = self.encode(rollout.example, rollout.feedback, view)
         return prompts[view]
+
+    def encode(self, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[int]:
+        """Token ids of the prompt about an example under a view.
+
+        Raises:
+            TaskFault: the prompt cannot be built.
+        """
+        return self.encoder.encode(teacher_messages(self.task, example, feedback, view if self.feedback else "none"))
 
     def view_tokens(self, rollout: Rollout, view: View) -> int:
         """Tokens of prompt and response under a view."""
@@ -123,10 +153,10 @@ class Teacher:
         raise AssertionError("attempts end with a result or an error")
 
     def states_without_fields(self, rollouts: Sequence[Rollout], full: ResponseStates, tokens: Tensor) -> Tensor:
-        """The teacher's states without each field at K tokens of the responses; `[B, K, H]`.
+        """The teacher's states without each field, or group of fields, at K tokens of the responses; `[B, K, H]`.
 
         The views of a response are read up to the last of these tokens, and not at all if it has none. B is the largest number of
-        fields; a response with fewer repeats its full view.
+        views; a response with fewer repeats its full view.
 
         Args:
             full: states of the rollouts under the full view.
@@ -135,12 +165,12 @@ class Teacher:
         response = full.per_token(range(len(rollouts)))[tokens]
         position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
         ends = {i: int(position[response == i].max()) + 1 for i in response.unique().tolist()}
-        groups: dict[int, list[int]] = {}  # responses by their number of fields
+        same_views: dict[tuple[View, ...], list[int]] = {}
         for i in ends:
-            groups.setdefault(len(rollouts[i].feedback), []).append(i)
-        states = full.hidden[tokens].repeat(max(groups, default=0), 1, 1)
-        for fields, members in groups.items():
-            views = self.states([rollouts[i] for i in members], range(fields), [ends[i] for i in members])
+            same_views.setdefault(tuple(view for _, view in field_groups(rollouts[i].feedback)), []).append(i)
+        states = full.hidden[tokens].repeat(max(map(len, same_views), default=0), 1, 1)
+        for without, members in same_views.items():
+            views = self.states([rollouts[i] for i in members], without, [ends[i] for i in members])
             for j, view in enumerate(views):
                 for i, hidden in zip(members, view.hidden.split(view.lengths), strict=True):
                     here = response == i
@@ -192,6 +222,23 @@ class Teacher:
 
     def _no_states(self) -> Tensor:
         return torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size, device=self.device)
+
+
+class CutHead(Head):
+    """A head without its last rows, which stand for no token: models of a family fill up their vocabularies differently.
+
+    Attributes:
+        rows: V, how many are left.
+    """
+
+    rows: int | None = None
+
+    def project(self, hidden: Tensor) -> Tensor:
+        return super().project(hidden)[..., : self.rows]
+
+    @property
+    def vocabulary_size(self) -> int:
+        return self.rows or super().vocabulary_size
 
 
 def sorted_by(shared: Sequence[int]) -> list[int]:
