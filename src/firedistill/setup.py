@@ -22,7 +22,7 @@ from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
-from firedistill.tasks import Example, Task, load_task
+from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def load_setup(
     *,
     model: PreTrainedModel | PeftModel | str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    task: Task | str | None = None,
+    task: Any = None,
     train_examples: Sequence[Example] | None = None,
     eval_examples: Sequence[Example] | None = None,
     train: bool = True,
@@ -68,7 +68,7 @@ def load_setup(
         model: a causal language model or its name. It gets a LoRA adapter unless it has one; `args.seed` alone decides the
             initial values.
         tokenizer: its tokenizer; required with a model object.
-        task: a task or its name.
+        task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's.
         train: False loads no training problems of the task, for an evaluation.
 
@@ -79,9 +79,18 @@ def load_setup(
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
         args.data_dir = os.path.abspath(args.data_dir)
-    task = task if isinstance(task, Task) else load_task(task or args.task)
+    task = named_task(task, args)
+    if isinstance(task, TableTask):
+        task.check()  # before a large model is loaded
     task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     load_objective(args.method, args.method_settings)  # refuses an unknown method before a large model is loaded
+    if model is None and args.model.startswith(OBJECT):
+        text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
+        raise ValueError(text)
+    if model is not None:
+        args.model = (
+            model if isinstance(model, str) else unwrap(model).config._name_or_path or f"{OBJECT}{type(unwrap(model)).__name__}"
+        )
     if model is None or isinstance(model, str):
         sharding = sharding_of(args)
         model, tokenizer = load_model_and_tokenizer(
@@ -132,6 +141,20 @@ def load_setup(
         train_examples=train_examples,
         eval_examples=eval_examples,
     )
+
+
+def named_task(task: Any, args: SelfDistillConfig) -> Task:
+    """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true."""
+    if task is None:
+        return load_task(args.task, **args.data_options)
+    if isinstance(task, str):
+        args.task = task
+        return load_task(task, **args.data_options)
+    found = task if isinstance(task, Task) else load_task(task, **args.data_options)
+    kind = type(task)
+    if args.task != f"{kind.__module__}:{kind.__qualname__}":
+        args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}"
+    return found
 
 
 def sharding_of(args: SelfDistillConfig) -> Any:

@@ -180,7 +180,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     if views:
         for view in ["full", *range(len(rollout.feedback)), "none"]:
             title = {"full": "full", "none": "without feedback"}.get(view) or f"without {rollout.feedback[view].name}"
-            message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
+            message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[-1]["content"]
             panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
     console.print(token_table(inspection))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -160,17 +160,22 @@ class Task:
 
     def ordered(self, rows: Rows, indices: Sequence[int], seed: int) -> list[int]:
         """Row indices in the order in which `examples` returns them: shuffled by `seed`."""
-        return sorted(indices, key=lambda index: _digest(f"{seed}/{index}"))
+        return sorted(indices, key=lambda index: digest(f"{seed}/{index}"))
 
     def _divide(self, rows: Rows, indices: Sequence[int], part: str) -> list[int]:
         """The indices of `"train"` or `"eval"`. Depends on the rows' content, not on their order."""
-        ranks = {index: _digest(f"{self.division_seed}/{_at(rows, index, self.division_key)}") for index in indices}
-        distinct = sorted(set(ranks.values()))
-        held_out = set(distinct[round(TRAIN_SHARE * len(distinct)) :])
+        ranks = {index: digest(f"{self.division_seed}/{_at(rows, index, self.division_key)}") for index in indices}
+        held_out = self.held_out(ranks.values())
         return [index for index in indices if (ranks[index] in held_out) == (part == "eval")]
 
+    @staticmethod
+    def held_out(ranks: Iterable[bytes]) -> set[bytes]:
+        """The hashes of the rows that are held out where a split is divided."""
+        distinct = sorted(set(ranks))
+        return set(distinct[round(TRAIN_SHARE * len(distinct)) :])
 
-def _digest(text: str) -> bytes:
+
+def digest(text: str) -> bytes:
     """A hash that replaces a random number: equal on every machine, Python and library version."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
