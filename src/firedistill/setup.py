@@ -153,7 +153,7 @@ def named_task(task: Any, args: SelfDistillConfig) -> Task:
     found = task if isinstance(task, Task) else load_task(task, **args.data_options)
     kind = type(task)
     if args.task != f"{kind.__module__}:{kind.__qualname__}":
-        args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}"
+        args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
     return found
 
 

@@ -137,6 +137,12 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     setup = Setup(config, guarded, *cast(Any, (None, None, None)), train, evaluation)
     for finding in findings(setup):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
+    if isinstance(task, TableTask):
+        for name in task.templates:
+            filled = sum(any(given.name == name for given in example.feedback) for example in train)
+            if filled < len(train) and task.fields[name]:
+                text = f"field {name!r} is left out in {len(train) - filled:,} of {len(train):,} training rows, where a column is empty"
+                (report.notes if filled else report.problems).append(text)
     first = sorted(train, key=place) if isinstance(task, TableTask) else train
     report.rows = [shown(guarded, example) for example in first[:count]]
     return report
@@ -159,7 +165,9 @@ def describe_table(task: TableTask, report: DataReport) -> None:
         scans.append(task.scan(split, refuse=False))
     report.columns, report.guessed = task.known_columns, task.guesses
     for role, spec in task.roles.items():
-        report.roles[role] = task.columns[role] if isinstance(spec, Template) else ", ".join(spec) if isinstance(spec, list) else spec
+        report.roles[role] = (
+            task.columns[role] if isinstance(spec, Template) else ", ".join(spec) if isinstance(spec, list) else spec
+        )
     for scan in scans:
         report.left_out += sum(problem.count for problem in scan.problems.values())
         report.problems += [f"{scan.rows.source}: {problem}" for problem in scan.problems.values()]
@@ -201,10 +209,19 @@ def table(task: Any) -> Any:
 def near_misses(task: Task, example: Example) -> list[str]:
     """Responses that state the gold answer as the task demands and in other ways, another answer, and none."""
     gold = str(example.answer)
+    if not gold:
+        return [example.solution or "I do not know.", ""]
     line = (example.solution or "").rpartition("\n")[2] or gold
     stated = line if task.final_marker and line.startswith(task.final_marker) else f"{task.final_marker} {gold}".strip()
     other = another(example)
-    responses = [stated, f"The answer is {gold}.", stated.replace(gold, f"**{gold}**"), f"{stated} or {other}", stated.replace(gold, other), ""]
+    responses = [
+        stated,
+        f"The answer is {gold}.",
+        stated.replace(gold, f"**{gold}**"),
+        f"{stated} or {other}",
+        stated.replace(gold, other),
+        "",
+    ]
     return list(dict.fromkeys(responses))
 
 

@@ -40,7 +40,10 @@ COMMANDS = {
     "train": ("train:train_command", "train with FIRE or another method"),
     "eval": ("inspect:eval_command", "greedy accuracy on held-out problems"),
     "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
-    "data": ("data:data_command", "your own data without a model: columns, prompts, verdicts, feedback, and what is wrong with them"),
+    "data": (
+        "data:data_command",
+        "your own data without a model: columns, prompts, verdicts, feedback, and what is wrong with them",
+    ),
     "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
     "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),

@@ -46,10 +46,10 @@ def load_task(name: Any, **options: Any) -> Task:
             - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
             - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
-            - data of your own: a file (`my.jsonl`, `.csv`, `.parquet`), a folder with splits, a hub dataset `owner/name`; or, instead of
-              a name, a list of mappings or a `datasets.Dataset`;
-            - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the Python path
-              or in the current folder.
+            - data of your own: a file (`my.jsonl`, `.csv`, `.parquet`), a folder with splits, a hub dataset `owner/name`; or,
+              instead of a name, a list of mappings or a `datasets.Dataset`;
+            - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the
+              Python path or in the current folder.
         options: those of `TableTask`, for data of your own.
 
     Raises:
@@ -58,15 +58,6 @@ def load_task(name: Any, **options: Any) -> Task:
     """
     if isinstance(name, list | tuple | Mapping) or hasattr(name, "column_names"):
         return TableTask(name, **options)
-    if isinstance(name, str) and name not in TASKS and ".py:" not in name and names_data(name):
-        table = TableTask(name, **options)
-        table.prepare()
-        return table
-    if options:
-        raise ValueError(
-            f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or name a "
-            "file, a folder or a hub dataset as the task"
-        )
     if not isinstance(name, str):
         raise ValueError(
             f"a task is a {type(name).__name__}; expected a name, rows, or an instance of a class derived from firedistill.Task"
@@ -74,11 +65,21 @@ def load_task(name: Any, **options: Any) -> Task:
     if name.startswith(OBJECT):
         raise ValueError(
             f"the task of this run was a Python object ({name.removeprefix(OBJECT)}), which no name stands for: pass it as task=... in "
-            "Python, or name a task by --task: a file, or module:Class"
+            "Python, or name a task by --task, such as a file or module:Class"
+        )
+    prefix, colon, rest = name.partition(":")
+    published = name in TASKS or prefix in ("arithmetic", "gym")
+    if not published and not prefix.endswith(".py") and names_data(name):
+        table = TableTask(name, **options)
+        table.prepare()
+        return table
+    if options:
+        raise ValueError(
+            f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or name "
+            "a file, a folder or a hub dataset as the task"
         )
     if name in TASKS:
         return TASKS[name]()
-    prefix, colon, rest = name.partition(":")
     if prefix == "arithmetic":
         from firedistill.tasks.arithmetic import Arithmetic
 

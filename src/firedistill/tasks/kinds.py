@@ -9,7 +9,7 @@ import re
 import unicodedata
 from typing import Any
 
-from firedistill.tasks.answers.numbers import count_values, numeric_gold
+from firedistill.tasks.answers.numbers import count_normalised, numeric_gold
 from firedistill.tasks.answers.text import boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
@@ -21,6 +21,8 @@ from firedistill.tasks.types import Example, Verdict
 
 FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
 MAX_ANSWER_CHARACTERS = 20_000
+_AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 
 
 class ExactTask(Task):
@@ -123,14 +125,15 @@ def score(gold, answer):
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError("answers of the kind math need the package math-verify: pip install 'firedistill[math]'")
-        self.scorer = IsolatedScorer(self.COMPARISON)
+        self.scorer = IsolatedScorer(self.COMPARISON, seconds=2.0)  # a verdict makes up to two comparisons
         self.scorer.start()
 
     def verify(self, example: Example, response: str) -> Verdict:
         line = final_line(response)
         submitted = None if line is None else (boxed_latex(line) if "\\boxed{" in line else line.strip(" $"))
         correct = self.equal(example.answer, submitted)
-        lenient = correct or self.equal(example.answer, boxed_latex(response) or last_line(response))
+        other = boxed_latex(response) or last_line(response)
+        lenient = correct or (other != submitted and self.equal(example.answer, other))
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
 
     def equal(self, gold: str, answer: str | None) -> bool:
@@ -197,9 +200,11 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
         return gold, working, tuple(texts) if len(texts) > 1 else ()
     text = _text(value, subject)
     if isinstance(kind, NumericTask):
+        if _INTEGER.fullmatch(text):
+            return text, "", ()  # the common case, and what `numeric_gold` returns
         working, marker, final = text.rpartition("####")
         gold = numeric_gold(final.strip())
-        if count_values(gold) == 0:
+        if count_normalised(gold) == 0:
             raise BadRow(f"{subject} is not a number", "correct it, or read answers as --answer exact", kind_of(value))
         return gold, working.strip(), ()
     if isinstance(kind, MathTask):
@@ -223,7 +228,7 @@ def _text(value: Any, subject: str) -> str:
 def final_line(response: str) -> str | None:
     """What follows the last `Answer:` on its line; None if nothing does."""
     _, marker, rest = response.rpartition("Answer:")
-    line = rest.split("\n")[0].strip().removesuffix("**").strip()
+    line = rest.split("\n")[0].strip("* \t\r")
     return line if marker and line else None
 
 
@@ -234,7 +239,7 @@ def last_line(response: str) -> str:
 def plain(text: str) -> str:
     """A text without what does not count in a comparison: case, repeated blanks, quotation marks, markdown and a full stop around it."""
     line = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return line.strip("*_`\"'\u201c\u201d\u2018\u2019 ").rstrip(".").strip() or line
+    return line.strip(_AROUND).rstrip(".").strip(_AROUND) or line
 
 
 def fenced(text: str) -> str:

@@ -52,12 +52,22 @@ def open_rows(path: Path) -> Rows:
             return parquet_rows(path)
         if name.endswith((".csv", ".tsv")):
             return csv_rows(path, "\t" if name.endswith(".tsv") else None)
-        file: IO[bytes] = path.open("rb")
-        if name.endswith(".gz"):
-            with file, gzip.open(file) as compressed:
-                file = tempfile.TemporaryFile()
-                shutil.copyfileobj(compressed, file)
+        if not name.endswith(".gz"):
+            return JsonLines(path.open("rb")).rows(str(path))
+        with gzip.open(path) as compressed, scratch_file() as file:
+            shutil.copyfileobj(compressed, file)
         return JsonLines(file).rows(str(path))
+
+
+@contextmanager
+def scratch_file() -> Iterator[IO[bytes]]:
+    """A file without a name, which stays open after the block unless the block raises."""
+    file: IO[bytes] = tempfile.TemporaryFile()
+    try:
+        yield file
+    except BaseException:
+        file.close()
+        raise
 
 
 @contextmanager
@@ -128,9 +138,8 @@ def csv_rows(path: Path, delimiter: str | None = None) -> Rows:
     Raises:
         DataError: column names are missing or repeated, the text is not UTF-8, or a quotation mark is not closed.
     """
-    file, numbers, problems = tempfile.TemporaryFile(), array("q"), {}
-    start = 1
-    with path.open(encoding="utf-8-sig", newline="") as text:
+    numbers, problems, start = array("q"), dict[int, BadRow](), 1
+    with path.open(encoding="utf-8-sig", newline="") as text, scratch_file() as file:
         try:
             first = text.readline()
             text.seek(0)
@@ -139,17 +148,17 @@ def csv_rows(path: Path, delimiter: str | None = None) -> Rows:
             reader = csv.reader(text, delimiter=delimiter, strict=True)
             names = [name.strip() for name in next(reader, [])]
             if not names or len(set(names)) < len(names) or "" in names:
-                raise DataError(
-                    f"{path}: the first line must name the columns, each by a name of its own; found {', '.join(names)}"
-                )
+                found = ", ".join(names) or "none"
+                raise DataError(f"{path}: the first line must name the columns, each by a name of its own; found {found}")
             start = reader.line_num + 1
             for cells in reader:
                 if cells:
                     if len(cells) != len(names):
+                        fix = f"put quotation marks around cells that hold {'a tab' if delimiter == chr(9) else delimiter}"
                         found = f"{len(cells)} instead of {len(names)}"
-                        fix = f"put quotation marks around cells that hold a {'tab' if delimiter == chr(9) else delimiter}"
                         problems[len(numbers)] = BadRow("another number of cells than the first line", fix, found)
-                    file.write(json.dumps(dict(zip(names, (cell or None for cell in cells), strict=False))).encode() + b"\n")
+                    row = dict(zip(names, (cell.replace("\r\n", "\n") or None for cell in cells), strict=False))
+                    file.write(json.dumps(row).encode() + b"\n")
                     numbers.append(start)
                 start = reader.line_num + 1
         except UnicodeDecodeError as error:
@@ -157,9 +166,6 @@ def csv_rows(path: Path, delimiter: str | None = None) -> Rows:
         except csv.Error as error:
             fix = "a quotation mark that is not closed or stands inside of a cell? Write it twice there"
             raise DataError(f"{path}, row {start}: {error}; {fix}") from error
-        except BaseException:
-            file.close()
-            raise
     return JsonLines(file, numbers, problems).rows(str(path))
 
 

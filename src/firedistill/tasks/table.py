@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -85,12 +85,20 @@ class Template:
 def known(name: str, columns: Sequence[str], where: str) -> None:
     """
     Raises:
-        DataError: the data have no column of that name.
+        DataError: the data have no column, and no key of nested data, of that name.
     """
-    if name not in columns and name.split(".")[0] not in columns:
+    if name not in columns:
         close = difflib.get_close_matches(name, columns, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"{where}: there is no column {name!r}{hint} (columns: {', '.join(columns)})")
+        raise DataError(f"{where}: there is no column {name!r}{hint} (columns: {shortened(', '.join(columns), 500)})")
+
+
+def names_in(row: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
+    """The columns of a row, and the keys of nested data as `column.key`."""
+    for name, value in row.items():
+        yield str(name)
+        if isinstance(value, Mapping) and depth > 1:
+            yield from (f"{name}.{inner}" for inner in names_in(value, depth - 1))
 
 
 def cell(row: Mapping[str, Any], name: str) -> Any:
@@ -232,7 +240,7 @@ class TableTask(Task):
         self._openers = self._find_splits()
         rows = self._open(self.train_split)
         sample = self._sample(rows)
-        self.known_columns = list(dict.fromkeys(str(name) for row in sample for name in row))
+        self.known_columns = list(dict.fromkeys(name for row in sample for name in names_in(row)))
         where = rows.source
         self.roles: dict[str, Any] = {}
         for role in ROLES:
@@ -531,7 +539,7 @@ class TableTask(Task):
         if n is not None and n < 0:
             raise ValueError(f"n must be at least 0, or None for all examples; got {n}")
         if data_dir is not None:
-            raise DataError(
+            raise ValueError(
                 f"data_dir is for the published datasets; {self.name} reads {self.source or 'what it was given'}: leave it out"
             )
         self.prepare()
@@ -778,4 +786,4 @@ def name_of(data: Any) -> str:
 
 def names_data(name: str) -> bool:
     """Whether the name of a task is that of data: a file, a folder, or a hub dataset."""
-    return is_data_file(name) or "/" in name or (name != "" and Path(name).is_dir())
+    return is_data_file(name) or "/" in name or (name != "" and Path(name).exists())

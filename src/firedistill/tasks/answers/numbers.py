@@ -136,7 +136,12 @@ def _marked_content(plain: str) -> str | None:
 
 def count_values(gold: str) -> int:
     """How many numbers the gold consists of; 0 for text."""
-    values = numeric_gold(gold).split("; ")
+    return count_normalised(numeric_gold(gold))
+
+
+def count_normalised(gold: str) -> int:
+    """How many numbers a normalised gold consists of; 0 for text."""
+    values = gold.split("; ")
     return len(values) if all(_CANONICAL.fullmatch(value) for value in values) else 0
 
 
