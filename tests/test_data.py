@@ -224,7 +224,7 @@ def test_no_bytes_end_in_another_error(name, tmp_path):
         (
             {"question": "?", "prompt": "?", "answer": 1},
             {},
-            "the question could be in the column question or prompt: name it by --columns",
+            "the question could be in the column question or prompt: name it by",
         ),
         ({"question": "?", "answer": 1, "label": 1}, {}, "the answer could be in the column answer or label"),
         (
@@ -610,17 +610,15 @@ def outcome(rollouts):
 
 def test_async_methods_run_at_the_same_time_with_the_results_of_plain_ones():
     slow = Slow()
-    rollouts = [
-        sampler.student(prompts)
-        for _, sampler, prompts in (sampled(GuardedTask(slow, 5.0)), sampled(GuardedTask(ToyTask(), 5.0)))
-    ]
+    guarded = [GuardedTask(found, 5.0) for found in (slow, ToyTask())]
+    rollouts = [sampler.student(prompts) for _, sampler, prompts in map(sampled, guarded)]
     assert outcome(rollouts[0]) == outcome(rollouts[1]) and slow.most > 1
     slow.most = 0
     model = add_lora(random_model(), r=2, alpha=4)
     encoder = PromptEncoder(byte_tokenizer())
     selected = []
-    for found in (slow, ToyTask()):
-        teacher = Teacher(model, GuardedTask(found, 5.0), encoder)
+    for found in guarded:
+        teacher = Teacher(model, found, encoder)
         selected.append(select_rollouts(rollouts[0], load_objective("fire", {}), teacher, TokenBudget()))
     assert slow.most > 1
     assert [r.feedback for r in selected[0].rollouts] == [r.feedback for r in selected[1].rollouts]

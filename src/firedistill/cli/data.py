@@ -1,4 +1,4 @@
-"""`firedistill data`: what a task asks, what counts as right, what the teacher sees, and what is wrong with which row; without a model."""
+"""`firedistill data`: what a task asks, what counts as right, what the teacher sees, and which rows are wrong; without a model."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from firedistill.terminal import quiet_libraries, shortened, visible
 HELP = """\
 firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE=COLUMN ...] [--answer KIND] [--feedback NAME=TEXT ...]
 
-Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as right,
-and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of firedistill train
-that name data have the same meaning here. No model is loaded.
+Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as
+right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of
+firedistill train that name data have the same meaning here. No model is loaded.
 """
 
 
@@ -134,7 +134,8 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     report.splits = {"train": len(train), f"eval (the first {config.eval_size})": len(evaluation)}
     report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
     # The checks of data read these four attributes only.
-    setup = Setup(config, guarded, *cast(Any, (None, None, None)), train, evaluation)
+    nothing = cast(Any, None)
+    setup = Setup(config, guarded, nothing, nothing, nothing, train, evaluation)
     for finding in findings(setup):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
     if isinstance(task, TableTask):
@@ -179,6 +180,7 @@ def describe_table(task: TableTask, report: DataReport) -> None:
 
 def shown(task: Task, example: Example) -> Shown:
     """One row as student, verifier and teacher see it."""
+    inner = getattr(task, "task", task)  # without its guard
     right, *others = near_misses(task, example)
     judged = []
     for response in (right, *others):
@@ -192,18 +194,13 @@ def shown(task: Task, example: Example) -> Shown:
     return Shown(
         example.uid,
         str(example.answer),
-        task.answer_cell(example) if isinstance(table(task), TableTask) else None,
+        inner.answer_cell(example) if isinstance(inner, TableTask) else None,
         student_messages(task, example),
         judged,
         wrong,
         {item.name: item.text for item in feedback},
         teacher_messages(task, example, feedback)[-1]["content"],
     )
-
-
-def table(task: Any) -> Any:
-    """The task inside of its guard."""
-    return getattr(task, "task", task)
 
 
 def near_misses(task: Task, example: Example) -> list[str]:
@@ -214,14 +211,8 @@ def near_misses(task: Task, example: Example) -> list[str]:
     line = (example.solution or "").rpartition("\n")[2] or gold
     stated = line if task.final_marker and line.startswith(task.final_marker) else f"{task.final_marker} {gold}".strip()
     other = another(example)
-    responses = [
-        stated,
-        f"The answer is {gold}.",
-        stated.replace(gold, f"**{gold}**"),
-        f"{stated} or {other}",
-        stated.replace(gold, other),
-        "",
-    ]
+    emphasised, wrong = stated.replace(gold, f"**{gold}**"), stated.replace(gold, other)
+    responses = [stated, f"The answer is {gold}.", emphasised, f"{stated} or {other}", wrong, ""]
     return list(dict.fromkeys(responses))
 
 

@@ -81,8 +81,10 @@ class Verdicts:
         if prefix := self.prefixes[index]:
             ids = prefix + response.token_ids
             response = replace(response, token_ids=ids, text=self.encoder.decode(ids))
-        if isinstance(self.task, GuardedTask) and (index not in self.calls or self.calls[index][0] != response.text):
-            if (call := self.task.begin("verify", self.prompts[index].example, response.text)) is not None:
+        begun = index in self.calls and self.calls[index][0] == response.text
+        if isinstance(self.task, GuardedTask) and not begun:
+            call = self.task.begin("verify", self.prompts[index].example, response.text)
+            if call is not None:
                 self.calls[index] = response.text, call
         return response
 

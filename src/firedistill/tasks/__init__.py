@@ -60,7 +60,7 @@ def load_task(name: Any, **options: Any) -> Task:
         return TableTask(name, **options)
     if not isinstance(name, str):
         raise ValueError(
-            f"a task is a {type(name).__name__}; expected a name, rows, or an instance of a class derived from firedistill.Task"
+            f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task, or rows"
         )
     if name.startswith(OBJECT):
         raise ValueError(
@@ -75,8 +75,8 @@ def load_task(name: Any, **options: Any) -> Task:
         return table
     if options:
         raise ValueError(
-            f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or name "
-            "a file, a folder or a hub dataset as the task"
+            f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or "
+            "name a file, a folder or a hub dataset as the task"
         )
     if name in TASKS:
         return TASKS[name]()

@@ -1,4 +1,4 @@
-"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, while the trainer continues."""
+"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, beside the trainer."""
 
 from __future__ import annotations
 

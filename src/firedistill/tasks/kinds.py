@@ -237,7 +237,7 @@ def last_line(response: str) -> str:
 
 
 def plain(text: str) -> str:
-    """A text without what does not count in a comparison: case, repeated blanks, quotation marks, markdown and a full stop around it."""
+    """A text without what does not count in a comparison: case, repeated blanks, and quotes, markdown and a full stop around it."""
     line = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return line.strip(_AROUND).rstrip(".").strip(_AROUND) or line
 

@@ -62,7 +62,7 @@ def open_rows(path: Path) -> Rows:
 @contextmanager
 def scratch_file() -> Iterator[IO[bytes]]:
     """A file without a name, which stays open after the block unless the block raises."""
-    file: IO[bytes] = tempfile.TemporaryFile()
+    file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         yield file
     except BaseException:

@@ -2,8 +2,8 @@
 
     load_task("my.jsonl", columns={"question": "prompt"}, answer="numeric", feedback={"hint": "{hint}"})
 
-Columns are found by name, their answers are read by a kind of `kinds.py`, and templates make fields of feedback of further columns. What
-is not said is guessed, and the guess is logged once.
+Columns are found by name, answers are read by a kind of `kinds.py`, and templates make fields of feedback of further columns. What is
+not said is guessed, and the guess is logged once.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -385,8 +386,8 @@ class TableTask(Task):
             close = difflib.get_close_matches(role, columns, n=1)
             hint = f" Did you mean --columns {role}={close[0]}?" if close else ""
             raise DataError(
-                f"{where}: no column is known to hold the {role} ({', '.join(ROLES[role])}): name it by --columns {role}=COLUMN.{hint} The "
-                f"columns are: {', '.join(columns)}"
+                f"{where}: no column is known to hold the {role} ({', '.join(ROLES[role])}): name it by --columns {role}=COLUMN.{hint} "
+                f"The columns are: {', '.join(columns)}"
             )
         return None
 
@@ -396,8 +397,8 @@ class TableTask(Task):
             kind, base = load_kind(self.answer)
             if isinstance(kind, ChoiceTask) and "options" not in self.roles:
                 raise DataError(
-                    f"{where}: answers are choices, and no column is known to hold the options (options, choices): name it by --columns "
-                    f"options=COLUMN, or several by options=A,B,C,D (columns: {', '.join(self.known_columns)})"
+                    f"{where}: answers are choices, and no column is known to hold the options (options, choices): name it by "
+                    f"--columns options=COLUMN, or several by options=A,B,C,D (columns: {', '.join(self.known_columns)})"
                 )
         elif self.verifier is not None:
             return load_kind("exact")
@@ -488,7 +489,8 @@ class TableTask(Task):
             count = sum(problem.count for problem in scan.problems.values())
             listed = "\n".join(map(str, scan.problems.values()))
             raise DataError(
-                f"{rows.source}: {count:,} of {len(rows):,} rows cannot be used; correct them, or leave them out by --bad_rows skip\n{listed}"
+                f"{rows.source}: {count:,} of {len(rows):,} rows cannot be used; correct them, or leave them out by --bad_rows skip\n"
+                f"{listed}"
             )
         if not scan.usable:
             raise DataError(
@@ -515,6 +517,10 @@ class TableTask(Task):
                 example = self.example(row, "")
             except BadRow as error:
                 problem(index, error)
+                continue
+            except Exception as error:  # rows of Python objects may raise any
+                found = shortened(f"{type(error).__name__}: {error}")
+                problem(index, BadRow("it cannot be read", "correct it or remove the row", found))
                 continue
             asked = "\n".join([example.question, *(f"{turn['role']}: {turn['content']}" for turn in example.history)])
             rank, gold = digest(f"{self.division_seed}/{asked}"), hash(example.answer)
@@ -675,10 +681,8 @@ class TableTask(Task):
         else:
             value = cell(row, names[0])
         if isinstance(value, str) and value.lstrip().startswith(("[", "{")):  # a cell of a text file
-            try:
+            with suppress(ValueError):
                 value = json.loads(value)
-            except ValueError:
-                pass
         labels: Any = None
         if isinstance(value, Mapping):
             labels, value = (

@@ -37,7 +37,11 @@ class Task:
 
     `load_task("my_package.my_module:Capitals")` then loads it. Override other methods as needed: `prompt`, `feedback` (returns the
     four structured fields by default; any other fields work), `usable` (which rows to keep), `examples` (for generated problems).
-    For numeric and multiple-choice answers, start from `NumericTask` and `ChoiceTask`, which define `verify`.
+    For numeric and multiple-choice answers, start from `NumericTask` and `ChoiceTask`, which define `verify`. Problems in a file need
+    no class, see `TableTask`.
+
+    `verify` and `feedback` may be `async def`. Several calls then run at the same time, and verdicts begin while other responses are
+    still sampled, where the engine reports responses as they end.
 
     **Splits.** Every task has the splits `"train"` and `"eval"` (held out). They stand for the published splits `train_split` and
     `eval_split`. Any published split with labels is also available in full under its own name. If a dataset has only one usable
