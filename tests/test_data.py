@@ -245,6 +245,8 @@ def test_no_bytes_end_in_another_error(name, tmp_path):
         ({"question": "?", "answer": 1}, {"answer": "regex:("}, "not a regular expression"),
         ({"question": "?", "answer": 1}, {"bad_rows": "drop"}, "bad_rows is 'drop': expected 'refuse' or 'skip'"),
         ({"question": "?", "answer": 1}, {"feedback": {"full": "?"}}, "feedback names a field 'full'"),
+        ({"question": "?", "answer": 1}, {"feedback": {"x": 1}}, "feedback x is 1: expected a text"),
+        ({"question": "?", "answer": 1}, {"columns": {"answer": 1}}, "columns answer is 1: expected the name"),
         ({"question": "?", "answer": 1}, {"eval_data": "test"}, "eval_data is 'test'"),
     ],
 )
@@ -564,6 +566,8 @@ def test_objects_are_recorded_as_such(tmp_path, capsys):
     checkpoint = save_checkpoint(tmp_path / "base")
     named = run_trainer(checkpoint, tmp_path / "a")
     assert named.args.task == "tiny:ToyTask"  # the object is what the name stands for
+    with pytest.raises(ValueError, match="answer, bad_rows: a task that is a ToyTask says itself"):
+        run_trainer(checkpoint, tmp_path / "c", answer="exact", bad_rows="skip")
     other = run_trainer(checkpoint, tmp_path / "b", task=ROWS, answer="exact", eval_size=2, max_steps=1)
     assert other.args.task == "object:list" and other.args.model == checkpoint
     other.train()

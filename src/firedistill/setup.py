@@ -150,8 +150,12 @@ def named_task(task: Any, args: SelfDistillConfig) -> Task:
     if isinstance(task, str):
         args.task = task
         return load_task(task, **args.data_options)
-    found = task if isinstance(task, Task) else load_task(task, **args.data_options)
     kind = type(task)
+    if isinstance(task, Task) and (options := ", ".join(args.data_options)):
+        raise ValueError(
+            f"{options}: a task that is a {kind.__name__} says itself what its data are; leave out what is set here"
+        )
+    found = task if isinstance(task, Task) else load_task(task, **args.data_options)
     if args.task != f"{kind.__module__}:{kind.__qualname__}":
         args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
     return found

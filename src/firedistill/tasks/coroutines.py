@@ -1,4 +1,7 @@
-"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, beside the trainer."""
+"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, beside the trainer.
+
+They share the process with it and must leave its settings alone: the working directory, signal handlers, PyTorch's defaults.
+"""
 
 from __future__ import annotations
 

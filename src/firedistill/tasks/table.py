@@ -206,7 +206,12 @@ class TableTask(Task):
             raise DataError(f"columns names {unknown[0]!r}: expected {', '.join(ROLES)}, each with the name of a column")
         if bad_rows not in ("refuse", "skip"):
             raise DataError(f"bad_rows is {bad_rows!r}: expected 'refuse' or 'skip'")
-        for field_name in feedback or {}:
+        for role, spec in (columns or {}).items():
+            if not isinstance(spec, str):
+                raise DataError(f"columns {role} is {spec!r}: expected the name of a column, a text")
+        for field_name, value in (feedback or {}).items():
+            if not isinstance(value, str) and not callable(value):
+                raise DataError(f"feedback {field_name} is {value!r}: expected a text with columns in braces, or a function")
             if field_name == "full" or not re.fullmatch(r"[\w.-]+", field_name):
                 raise DataError(
                     f"feedback names a field {field_name!r}: expected letters, digits, '_', '-' and '.', and not 'full'"
