@@ -35,6 +35,11 @@ PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "d
 # How the Python examples of each page begin; the tests below run them.
 PYTHON = {
     "README.md": ["from firedistill import SelfDistillConfig", "from firedistill import Example"],
+    "docs/own-data.md": [
+        "from firedistill import task\n\nWORDS",
+        "from firedistill import task\n\n\n@task",
+        "from firedistill import SelfDis",
+    ],
     "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
     "docs/tutorial.md": ["from firedistill import SelfDistillConfig"],
     "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig("],
@@ -72,6 +77,16 @@ def modules(tmp_path, monkeypatch):
     yield tmp_path
     for name in ("hopeful", "reverse_words", "my_module"):
         sys.modules.pop(name, None)
+
+
+def write_own_data(folder: Path) -> None:
+    """The files that docs/own-data.md shows."""
+    for name, language in (("problems.csv", "csv"), ("capitals.jsonl", "jsonl")):
+        (content,) = blocks("docs/own-data.md", language)
+        (folder / name).write_text(content, encoding="utf-8")
+    for name, start in (("words.py", PYTHON["docs/own-data.md"][0]), ("sums.py", PYTHON["docs/own-data.md"][1])):
+        (folder / name).write_text(example("docs/own-data.md", start), encoding="utf-8")
+    (folder / "my.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n{"prompt": "1 + 2?", "answer": 3}\n', encoding="utf-8")
 
 
 @pytest.fixture
@@ -294,13 +309,14 @@ def desk(modules, finished_run, monkeypatch):
     place.mkdir()
     monkeypatch.chdir(place)
     of_the_tutorial = [f"lab-arithmetic-{method}-lr0.0003-seed0" for method in ("fire", "full_context")]
-    for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x", *of_the_tutorial):
+    for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x", "squares", *of_the_tutorial):
         shutil.copytree(finished_run, place / "runs" / name)
     Path("runs/a/checkpoint-2").rename("runs/a/checkpoint-100")
     Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")
     Path("problems.jsonl").write_text(blocks("docs/code-tasks.md", "jsonl")[0], encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
+    write_own_data(place)
     for name in ("lab", "lab-rates"):
         suite, plan, _ = planned(*parse([name, "--seeds", "0", "--only", "fire"]))
         suite.widen(plan)
@@ -368,11 +384,11 @@ def test_a_command_line_is_one_that_the_program_takes(page, line, desk, monkeypa
     except Loads as loads:
         (settings,) = loads.args
         if isinstance(settings, Config):
-            load_task(settings.task)
+            load_task(settings.task, **settings.data_options)
             assert settings.method == "supervised" or load_objective(settings.method, settings.method_settings)
         return
     assert status == 0, capsys.readouterr().err
-    assert arguments[0] in {"suite", "report"} or "--help" in arguments
+    assert arguments[0] in {"suite", "report", "data"} or "--help" in arguments
 
 
 @pytest.mark.parametrize("line", sorted(CARRIED_OUT))
@@ -381,6 +397,34 @@ def test_a_command_line_is_carried_out(line, desk, capsys):
     if "--eval_size" in arguments:
         arguments[arguments.index("--eval_size") + 1] = "2"
     assert main(arguments) == 0, capsys.readouterr().err
+
+
+OWN_DATA = [line for line in command_lines(text_of("docs/own-data.md")) if line.startswith("firedistill train")]
+
+
+@pytest.mark.parametrize("line", [*OWN_DATA, "firedistill train lab --task ./sums.py:sums"])
+def test_the_examples_of_own_data_train_the_lab_model(line, tmp_path, monkeypatch, capsys):
+    write_own_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arguments = [word for word in arguments_of(line) if word not in ("--max_steps", "20")]
+    few = "--max_steps 2 --warmup_steps 1 --per_device_train_batch_size 2 --max_new_tokens 6 --eval_size 2 --output_dir run --use_cpu"
+    assert main([*arguments, *few.split()]) == 0, capsys.readouterr().err
+    rows = read_jsonl(Path("run/metrics.jsonl"))
+    assert len(rows) == 2 and len(read_jsonl(Path("run/evals.jsonl"))) == 2
+    added = {"capitals.jsonl": "alpha_reference", "./words.py:backwards": "alpha_letters"}.get(arguments[3])
+    assert added is None or any(added in row for row in rows)
+    assert not any("alpha_parser" in row for row in rows) or arguments[3] != "./words.py:backwards"
+
+
+def test_rows_from_python_train_the_lab_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = example("docs/own-data.md", PYTHON["docs/own-data.md"][2])
+    few = ", ".join(f"{name}={value!r}" for name, value in TINY.items()) + ", per_device_train_batch_size=2, eval_size=2"
+    assert source.count("max_steps=20") == 1
+    exec(compile(source.replace("max_steps=20", f"max_steps=1, {few}"), "own-data.md", "exec"), {"__name__": "own_data"})
+    assert len(read_jsonl("runs/squares/metrics.jsonl")) == 1
+    assert main(["eval", "runs/squares"]) == 2
+    assert "the task of this run was a Python object" in capsys.readouterr().err
 
 
 def test_an_option_that_is_gone_is_noticed(desk, capsys):

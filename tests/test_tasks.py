@@ -578,9 +578,9 @@ def test_gym_accepts_another_form_of_a_number(gym):
     assert task.verify(example, f"#### {example.answer}.0").correct
 
 
-def test_gym_evaluates_nothing_harmful_and_times_out(gym, tmp_path, monkeypatch):
-    monkeypatch.setattr("firedistill.tasks.gym.SCORING_SECONDS", 1.0)
+def test_gym_evaluates_nothing_harmful_and_times_out(gym, tmp_path):
     task = gym("gym:polynomial_multiplication")
+    task._isolated_scorer.seconds = 1.0
     example = task.examples("eval", n=1)[0]
     proof = tmp_path / "proof"
     assert not task.verify(example, f"#### __import__('pathlib').Path({str(proof)!r}).touch()").correct

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig
     from firedistill.tasks import Example, FeedbackField, Task, Verdict, load_task
+    from firedistill.tasks.decorator import task
     from firedistill.trainer import SelfDistillTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer", "Task", "Verdict", "load_task"]
+__all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer", "Task", "Verdict", "load_task", "task"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,5 +26,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
     from importlib import import_module
 
-    home = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer"}.get(name, "tasks")
+    home = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer", "task": "tasks.decorator"}.get(name, "tasks")
     return getattr(import_module(f"firedistill.{home}"), name)

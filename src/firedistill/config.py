@@ -47,6 +47,7 @@ def option(group: str | None, default: Any, text: str, effect: Effect = "result"
 
 
 training_setting = partial(option, "What to train")
+data_setting = partial(option, "Your own data")
 method_setting = partial(option, "Method")
 rollout_setting = partial(option, "Rollouts")
 model_setting = partial(option, "Model and adapter")
@@ -77,7 +78,11 @@ class SelfDistillConfig(TrainingArguments):
         "ships with the package.",
         effect="place",
     )
-    task: str = training_setting("arithmetic", "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', or a dotted path module:Class.")
+    task: str = training_setting(
+        "arithmetic",
+        "Task name (gsm8k, asdiv, ...), 'gym:<dataset>', your own data (a .jsonl, .csv or .parquet file, a folder of splits, a hub "
+        "dataset owner/name), or a task of your own: module:Name or ./file.py:Name.",
+    )
     method: str = training_setting(
         "fire", "Method: fire, an ablation, a baseline (listed below), or a dotted path module:Class."
     )
@@ -94,6 +99,30 @@ class SelfDistillConfig(TrainingArguments):
         above=0,
     )
     train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
+
+    # --- Your own data
+    columns: dict[str, str] = data_setting(
+        {},
+        "Columns by role: question=prompt answer=label, also options, solution, category; by default guessed from their names.",
+    )
+    answer: str | None = data_setting(
+        None,
+        "How answers are read: numeric, choice, exact, regex:PATTERN, json or math (needs the extra [math]); by default guessed from "
+        "the rows.",
+    )
+    feedback: dict[str, str] = data_setting(
+        {},
+        "Fields of feedback made of columns: 'hint={hint}' 'reference=Compare: {solution}'; NAME= leaves a standard field out.",
+    )
+    eval_data: str | None = data_setting(
+        None, "Held-out problems: a file, or the name of a split; by default a split, or a fifth of the rows by a fixed seed."
+    )
+    bad_rows: str = data_setting(
+        "refuse", "Rows that cannot be used: 'refuse' names them and stops, 'skip' leaves them out.", choices=("refuse", "skip")
+    )
+    format_instruction: str | None = data_setting(
+        None, "What the student is told about the form of the answer; by default what the kind of answers needs."
+    )
 
     # --- Method
     nominal_learning_rate: float | None = method_setting(
@@ -473,6 +502,12 @@ class SelfDistillConfig(TrainingArguments):
     @property
     def budget(self) -> TokenBudget:
         return TokenBudget(self.max_prompt_tokens, self.max_feedback_tokens, self.max_context_tokens)
+
+    @property
+    def data_options(self) -> dict[str, Any]:
+        """The options of `TableTask` that are set."""
+        names = [declared.name for declared in fields(SelfDistillConfig) if declared.metadata.get("group") == "Your own data"]
+        return {name: value for name in names if (value := getattr(self, name)) not in (None, {}, "refuse")}
 
     @property
     def run_dir(self) -> str:

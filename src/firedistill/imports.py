@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 
 
@@ -21,10 +26,39 @@ def import_users_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if not is_missing(name, error):
             raise
-    folder = os.getcwd()
+    with last_on_path(os.getcwd()):
+        return importlib.import_module(name)
+
+
+def import_users_file(path: Path) -> ModuleType:
+    """The module in a file, imported once; what lies beside it can be imported by it.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    name = f"firedistill_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"  # hides no other module
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # a file that ends with .py
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            with last_on_path(str(path.parent)):
+                spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+@contextmanager
+def last_on_path(folder: str) -> Iterator[None]:
+    """Search a folder for modules too, after all others."""
     sys.path.append(folder)
     try:
-        return importlib.import_module(name)
+        yield
     finally:
         sys.path.remove(folder)
 

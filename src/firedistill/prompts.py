@@ -40,13 +40,13 @@ CUT_MARK = " [cut]"
 
 
 def student_messages(task: Task, example: Example) -> list[Message]:
-    """One user message: the opening, the format instruction, the dataset prompt."""
+    """The messages before the question, and a user message: the opening, the format instruction, the dataset prompt."""
     parts = [STUDENT_OPENING, task.format_instruction, task.prompt(example)]
-    return [{"role": "user", "content": "\n\n".join(part for part in parts if part)}]
+    return [*map(dict, example.history), {"role": "user", "content": "\n\n".join(part for part in parts if part)}]
 
 
 def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[Message]:
-    """One user message with the feedback blocks; the view decides which of them keep their text.
+    """The messages before the question, and a user message with the feedback blocks; the view decides which keep their text.
 
     A removed field leaves its header and an empty text, and the others keep their numbers, so that only the fields themselves
     change. The view "none" is the student's own prompt: the teacher without any feedback.
@@ -61,7 +61,7 @@ def teacher_messages(task: Task, example: Example, feedback: Sequence[FeedbackFi
         for number, field in enumerate(feedback, start=1)
     ]
     content = f"{TEACHER_OPENING}\n\nTask:\n{task.prompt(example)}\n\nStructured feedback context:\n" + "\n".join(blocks)
-    return [{"role": "user", "content": content}]
+    return [*map(dict, example.history), {"role": "user", "content": content}]
 
 
 def shown_prompt(task: Task, encoder: PromptEncoder, example: Example) -> str:

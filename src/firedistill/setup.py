@@ -26,7 +26,7 @@ from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
 from firedistill.rollouts.merging import merged_bytes
 from firedistill.run.trackers import check_trackers
-from firedistill.tasks import Example, Task, load_task
+from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
@@ -97,7 +97,7 @@ def load_setup(
     *,
     model: PreTrainedModel | PeftModel | str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    task: Task | str | None = None,
+    task: Any = None,
     train_examples: Sequence[Example] | None = None,
     eval_examples: Sequence[Example] | None = None,
     train: bool = True,
@@ -110,7 +110,7 @@ def load_setup(
         model: a causal language model or its name. It gets a LoRA adapter unless it has one; `args.seed` alone decides the
             initial values.
         tokenizer: its tokenizer; required with a model object.
-        task: a task or its name.
+        task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's.
         train: False loads no training problems of the task, for an evaluation.
         teacher: False loads no teacher, for an evaluation.
@@ -124,12 +124,21 @@ def load_setup(
         args.data_dir = os.path.abspath(args.data_dir)
     if args.deterministic:
         use_deterministic_algorithms()
-    task = task if isinstance(task, Task) else load_task(task or args.task)
-    task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     check_trackers(args.report_to)
+    task = named_task(task, args)
+    if isinstance(task, TableTask):
+        task.check()  # before a large model is loaded
+    task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
     decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     load_objective(args.method, args.method_settings).check_teacher(args.teacher_kind, args.teacher_feedback)
+    if model is None and args.model.startswith(OBJECT):
+        text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
+        raise ValueError(text)
+    if model is not None:
+        args.model = (
+            model if isinstance(model, str) else unwrap(model).config._name_or_path or f"{OBJECT}{type(unwrap(model)).__name__}"
+        )
     if model is None or isinstance(model, str):
         name, sharding = model or args.model, sharding_of(args)
         decided |= decide_quantization(args, name)
@@ -212,6 +221,24 @@ def load_setup(
         teacher_model=teacher_model,
         teacher_encoder=PromptEncoder(teacher_tokenizer),
     )
+
+
+def named_task(task: Any, args: SelfDistillConfig) -> Task:
+    """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true."""
+    if task is None:
+        return load_task(args.task, **args.data_options)
+    if isinstance(task, str):
+        args.task = task
+        return load_task(task, **args.data_options)
+    kind = type(task)
+    if isinstance(task, Task) and (options := ", ".join(args.data_options)):
+        raise ValueError(
+            f"{options}: a task that is a {kind.__name__} says itself what its data are; leave out what is set here"
+        )
+    found = task if isinstance(task, Task) else load_task(task, **args.data_options)
+    if args.task != f"{kind.__module__}:{kind.__qualname__}":
+        args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+    return found
 
 
 def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -22,8 +22,9 @@ from firedistill.ops import Head
 from firedistill.ops.head import chunks
 from firedistill.prompts import TokenBudget, field_groups, fit_feedback, grouped, joined
 from firedistill.rollout import Rollout
-from firedistill.tasks import Example
-from firedistill.tasks.guard import TaskFault
+from firedistill.tasks import Example, Task
+from firedistill.tasks.coroutines import AsyncCall
+from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -108,17 +109,30 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics
 
 
-def add_feedback(rollout: Rollout, teacher: Teacher, max_tokens: int) -> tuple[Rollout, list[str]]:
+def begin_feedback(rollout: Rollout, task: Task) -> AsyncCall | None:
+    """Begin the feedback about a response where the task's `feedback` is `async def`; None where it is a plain method."""
+    if not isinstance(task, GuardedTask):
+        return None
+    return task.begin("feedback", rollout.example, rollout.response.text, rollout.verdict)
+
+
+def add_feedback(
+    rollout: Rollout, teacher: Teacher, max_tokens: int, begun: AsyncCall | None = None
+) -> tuple[Rollout, list[str]]:
     """The rollout with the feedback about its response, and the names of the fields that were cut to `max_tokens` in all.
 
     The feedback is the task's, in the groups of the settings. There is none if the teacher reads none.
+
+    Args:
+        begun: what `begin_feedback` returned.
 
     Raises:
         TaskFault: the task gives no feedback.
     """
     if not teacher.feedback:
         return rollout, []
-    feedback = teacher.task.feedback(rollout.example, rollout.response.text, rollout.verdict)
+    about = rollout.example, rollout.response.text, rollout.verdict
+    feedback = teacher.task.feedback(*about) if begun is None else cast(GuardedTask, teacher.task).feedback(*about, begun)
     feedback = grouped(feedback, teacher.groups)
     fitted, cut = fit_feedback(joined(feedback, teacher.most_views), teacher.encoder, max_tokens)
     if len(field_groups(fitted)) < len(field_groups(feedback)):
@@ -164,19 +178,20 @@ def select_rollouts(
         drop_unfinished: also leave out responses without end-of-sequence or without a well-formed answer line.
     """
     selection = Selection()
-    for rollout in rollouts:
-        reason, naive = None, 0
-        if rollout.verdict.failed or not rollout.response_ids:
-            reason = "failed_verdicts" if rollout.verdict.failed else "empty_responses"
-        elif not objective.trains(rollout):
+    reasons = [reason_to_leave_out(rollout, objective, drop_unfinished) for rollout in rollouts]
+    begun = [  # all of them, before the first one is waited for
+        begin_feedback(rollout, teacher.task) if reason is None and objective.needs_teacher(rollout) else None
+        for rollout, reason in zip(rollouts, reasons, strict=True)
+    ]
+    for rollout, reason, call in zip(rollouts, reasons, begun, strict=True):
+        naive = 0
+        if reason == "":
             selection.rollouts.append(rollout)
             continue
-        elif drop_unfinished and not (rollout.response.finished and rollout.verdict.well_formed):
-            reason = "dropped_unfinished"
-        elif objective.needs_teacher(rollout):
+        if reason is None and objective.needs_teacher(rollout):
             uid = rollout.example.uid
             try:
-                rollout, cut = add_feedback(rollout, teacher, budget.feedback)
+                rollout, cut = add_feedback(rollout, teacher, budget.feedback, call)
                 fits = teacher.view_tokens(rollout, "full") <= budget.context
                 naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout)) if fits else 0
             except TaskFault as fault:
@@ -196,6 +211,17 @@ def select_rollouts(
         selection.trained.append(rollout)
         selection.metrics.total(naive_teacher_tokens=naive)
     return selection
+
+
+def reason_to_leave_out(rollout: Rollout, objective: Objective, drop_unfinished: bool) -> str | None:
+    """The metric that counts a response as left out before feedback is built; empty where the method does not train on it."""
+    if rollout.verdict.failed or not rollout.response_ids:
+        return "failed_verdicts" if rollout.verdict.failed else "empty_responses"
+    if not objective.trains(rollout):
+        return ""
+    if drop_unfinished and not (rollout.response.finished and rollout.verdict.well_formed):
+        return "dropped_unfinished"
+    return None
 
 
 @dataclass

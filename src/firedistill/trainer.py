@@ -77,7 +77,7 @@ from firedistill.step import (
     select_rollouts,
     step_seed,
 )
-from firedistill.tasks import Example, Task
+from firedistill.tasks import Example
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class SelfDistillTrainer(ResumableTrainer):
         model: a causal language model or its name; `args.model` is loaded by default. It gets a LoRA adapter unless it already
             has trainable adapter weights (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
-        task: a task or its name; `args.task` by default.
+        task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
         train_examples, eval_examples: taken from the task by default.
         processing_class: the tokenizer; required with a model object.
         callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
@@ -142,7 +142,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self,
         model: PreTrainedModel | PeftModel | str | None = None,
         args: SelfDistillConfig | None = None,
-        task: Task | str | None = None,
+        task: Any = None,
         train_examples: Sequence[Example] | None = None,
         eval_examples: Sequence[Example] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,

@@ -227,7 +227,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     without = {f"without {name}": view for name, view in inspection.removed.items()}
     views: dict[str, View] = {"full": "full", **without, "without feedback": "none"}
     for title, view in views.items():
-        message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[0]["content"]
+        message = teacher_messages(teacher.task, rollout.example, rollout.feedback, view)[-1]["content"]
         panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
 
 

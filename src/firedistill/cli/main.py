@@ -13,6 +13,7 @@ from rich.console import Console
 
 import firedistill
 from firedistill.cli.names import check_names
+from firedistill.tasks.sources import DataError
 from firedistill.terminal import of_rank, plain_console, unfailing_output, visible
 
 EPILOGUE = """\
@@ -24,6 +25,7 @@ examples:
   firedistill eval runs/my-run --eval_size 500
   firedistill inspect runs/my-run --example 3
   firedistill inspect runs/my-run --save --count 8
+  firedistill data my.jsonl --columns question=prompt
   firedistill suite lab --seeds 0 --only fire,full_context
   firedistill report runs/lab -o report
   firedistill report runs/a runs/b -o curves.png
@@ -42,6 +44,10 @@ COMMANDS = {
     "train": ("train:train_command", "train with FIRE or another method"),
     "eval": ("inspect:eval_command", "greedy accuracy on held-out problems"),
     "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
+    "data": (
+        "data:data_command",
+        "your own data without a model: columns, prompts, verdicts, feedback, and what is wrong with them",
+    ),
     "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
     "completion": (
@@ -51,7 +57,7 @@ COMMANDS = {
     "bench": ("bench:bench_command", "time and memory on this machine, compared with the naive implementation"),
 }
 # Commands, and options of any command, whose only result is what they print.
-PRINTING_COMMANDS = {"eval", "inspect", "completion"}
+PRINTING_COMMANDS = {"eval", "inspect", "data", "completion"}
 PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--version", "--status", "--dry-run", "--dry_run"}
 
 LOST = (
@@ -109,7 +115,10 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("FIREDISTILL_TRACEBACK") or (isinstance(error, RuntimeError) and not lost):
             raise
         text = f"{LOST} ({str(error)[:300]})" if lost else str(error)
-        message = visible(" ".join(f"{of_rank()}firedistill {parsed.command}: {text}".split()))
+        # One line, but for the kinds of rows that cannot be used.
+        lines = text.splitlines() if isinstance(error, DataError) else [text]
+        lines[0] = f"{of_rank()}firedistill {parsed.command}: {lines[0]}"
+        message = "\n".join(visible(" ".join(line.split())) for line in lines)
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
 

@@ -17,9 +17,12 @@ from typing import Any, TypeVar
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.config import SelfDistillConfig
 from firedistill.objectives import objective_class
+from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened
 
 Config = TypeVar("Config", bound=SelfDistillConfig)
+
+MAPPINGS = {f.name for f in fields(SelfDistillConfig) if f.type == "dict[str, str]"}  # given as NAME=VALUE words
 
 
 class OptionError(ValueError):
@@ -77,6 +80,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     source = path if path.is_file() else resources.files(__name__) / f"{name}.yaml"
     if not source.is_file():
         raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_recipes())}")
+    if is_data_file(name):
+        raise OptionError(f"{name} is data and not a recipe: train on it by --task {name}")
     try:
         values = read_yaml(source)
     except ValueError as error:
@@ -109,13 +114,13 @@ def built_in_recipes() -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
-def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """`--name value`, `--name=value` and `--flag` (true) as a mapping of strings.
+def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--name value`, `--name=value` and `--flag` (true) as a mapping of strings; `--columns a=b c=d` as one of mappings.
 
     Raises:
         OptionError: an argument that is not an option, or an option that is given twice.
     """
-    overrides: dict[str, str] = {}
+    overrides: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -128,7 +133,28 @@ def parse_overrides(arguments: Sequence[str]) -> dict[str, str]:
         if name in overrides:
             raise OptionError(f"--{name} is given twice")
         overrides[name] = value
+        if name in MAPPINGS and not value.startswith("{"):
+            words = [value]
+            while rest and not rest[0].startswith("--"):
+                words.append(rest.pop(0))
+            overrides[name] = mapping_of(words, name)
     return overrides
+
+
+def mapping_of(words: Sequence[str], option: str) -> dict[str, str]:
+    """`name=value` words as a mapping.
+
+    Raises:
+        OptionError: a word without `=`, or a name that is given twice.
+    """
+    mapping: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name in mapping:
+            problem = f"names {name!r} twice" if equals else f"has {word!r}, expected NAME=VALUE"
+            raise OptionError(f"--{option} {problem} (with quotation marks around a value that has blanks: 'NAME=a b')")
+        mapping[name] = value
+    return mapping
 
 
 def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:

@@ -9,7 +9,11 @@ from firedistill.rollout import Response, Sampling
 
 
 class RolloutEngine(Protocol):
-    """Samples one response per prompt with the weights that the model has at the time."""
+    """Samples one response per prompt with the weights that the model has at the time.
+
+    An engine with an attribute `on_response` calls it as `on_response(index, response)` when the response to a prompt has ended and
+    others have not, unless it is None. A call may come twice for a prompt; what `generate` returns counts.
+    """
 
     def generate(
         self,

@@ -59,6 +59,7 @@ class HFRolloutEngine:
         )
         self.stop_ids = stop_token_ids(model, tokenizer)
         self.causal_lm = causal_lm_for_decoding(model)
+        self.on_response: Callable[[int, Response], Any] | None = None
         self.decoder: Decoder | None = None
         self.copies: dict[nn.Module, nn.Module] | None = None
         fixed = model.device.type == "cuda" if fixed is None else fixed
@@ -134,6 +135,8 @@ class HFRolloutEngine:
                     responses = self._decode_batch(*few, [limits[i] for i in batch], uniforms[batch])
                 for index, ids in zip(batch, responses, strict=True):
                     sampled[index] = ids[: limits[index]]  # `generate` samples the batch up to its largest limit
+                    if self.on_response is not None:
+                        self.on_response(index, self._response(sampled[index]))
                 done += len(batch)
                 if progress is not None:
                     progress(done)

@@ -62,6 +62,7 @@ class RemoteEngine(ABC):
         self.stop_ids = stop_token_ids(model, tokenizer)
         self.vocabulary = unwrap(model).config.get_text_config().vocab_size
         self.metrics = Metrics()
+        self.on_response: Callable[[int, Response], Any] | None = None
 
     @abstractmethod
     def _sample(self, requests: Sequence[Request]) -> Iterable[tuple[Request, list[int], list[float]]]:
@@ -98,6 +99,8 @@ class RemoteEngine(ABC):
             text = str(self.tokenizer.decode(ids, skip_special_tokens=True))
             responses[request.index] = Response(ids, text, finished=bool(ids) and ids[-1] in self.stop_ids, log_probs=log_probs)
             done += 1
+            if self.on_response is not None:
+                self.on_response(request.index, responses[request.index])
             if progress is not None:
                 progress(done)
         return responses

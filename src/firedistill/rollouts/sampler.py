@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages
-from firedistill.rollout import Prompt, Rollout, Sampling
+from firedistill.rollout import Prompt, Response, Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
-from firedistill.tasks import Example, Task
-from firedistill.tasks.guard import TaskFault, explained
+from firedistill.tasks import Example, Task, Verdict
+from firedistill.tasks.coroutines import AsyncCall
+from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.types import FeedbackField
 from firedistill.teacher import Teacher
 
@@ -48,6 +51,53 @@ def fitting_prompts(
 
 
 @dataclass
+class Verdicts:
+    """The verdicts on the responses of one call. Those of an `async def verify` begin while other responses are still sampled; those of
+    a plain method are made one after the other, in the order of the prompts.
+
+    Attributes:
+        calls: verdicts that have begun, with the text that they are about, by the index of the prompt.
+    """
+
+    task: Task
+    encoder: PromptEncoder
+    prompts: Sequence[Prompt]
+    prefixes: Sequence[list[int]]
+    calls: dict[int, tuple[str, AsyncCall]] = field(default_factory=dict)
+
+    @contextmanager
+    def beginning_early(self, engine: RolloutEngine) -> Iterator[None]:
+        """Let the engine report every response as it ends, if it can and the task's `verify` is `async def`."""
+        if not (isinstance(self.task, GuardedTask) and self.task.is_async("verify") and hasattr(engine, "on_response")):
+            yield
+            return
+        engine.on_response = self.begin
+        try:
+            yield
+        finally:
+            engine.on_response = None
+
+    def begin(self, index: int, response: Response) -> Response:
+        """The response with its prefix; its verdict begins, unless it has begun already."""
+        if prefix := self.prefixes[index]:
+            ids = prefix + response.token_ids
+            response = replace(response, token_ids=ids, text=self.encoder.decode(ids))
+        begun = index in self.calls and self.calls[index][0] == response.text
+        if isinstance(self.task, GuardedTask) and not begun:
+            call = self.task.begin("verify", self.prompts[index].example, response.text)
+            if call is not None:
+                self.calls[index] = response.text, call
+        return response
+
+    def of(self, index: int, response: Response) -> Verdict:
+        """The verdict on the response that `begin` returned."""
+        example = self.prompts[index].example
+        if index in self.calls:
+            return cast(GuardedTask, self.task).verify(example, response.text, self.calls[index][1])
+        return self.task.verify(example, response.text)
+
+
+@dataclass
 class Sampler:
     """Samples and judges the responses of one step. Every call draws from its own seed, so that a step can be repeated.
 
@@ -78,13 +128,13 @@ class Sampler:
         prefixes = prefixes if prefixes is not None else [[]] * len(prompts)
         limits = [self.sampling.max_new_tokens - len(prefix) for prefix in prefixes]
         continued = [prompt.token_ids + prefix for prompt, prefix in zip(prompts, prefixes, strict=True)]
-        sampled = self.engine.generate(continued, self.sampling, self._next_seed(), self.progress, limits)
+        verdicts = Verdicts(self.task, self.encoder, prompts, prefixes)
+        with verdicts.beginning_early(self.engine):
+            sampled = self.engine.generate(continued, self.sampling, self._next_seed(), self.progress, limits)
+        responses = [verdicts.begin(index, response) for index, response in enumerate(sampled)]
         rollouts = []
-        for prompt, prefix, response in zip(prompts, prefixes, sampled, strict=True):
-            if prefix:
-                ids = prefix + response.token_ids
-                response = replace(response, token_ids=ids, text=self.encoder.decode(ids))
-            verdict = self.task.verify(prompt.example, response.text)
+        for index, (prompt, prefix, response) in enumerate(zip(prompts, prefixes, responses, strict=True)):
+            verdict = verdicts.of(index, response)
             rollouts.append(
                 Rollout(
                     prompt.example,

@@ -61,7 +61,17 @@ def identity(
 
 def data_fingerprint(examples: Sequence[Example]) -> str:
     """`<number of examples>:<hash of their texts>`."""
-    return f"{len(examples)}:{digest([(e.uid, e.question, str(e.answer), e.labels, e.options, e.solution) for e in examples])}"
+    parts = [(e.uid, e.question, str(e.answer), e.labels, e.options, e.solution, *filter(None, added(e))) for e in examples]
+    return f"{len(examples)}:{digest(parts)}"
+
+
+def added(example: Example) -> tuple[Any, ...]:
+    """What only the rows of one's own data have; an example without it has the fingerprint of its other texts."""
+    return (
+        example.history,
+        example.feedback,
+        example.metadata.get("accepted") if isinstance(example.metadata, Mapping) else None,
+    )
 
 
 @torch.no_grad()

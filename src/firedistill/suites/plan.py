@@ -15,14 +15,16 @@ from typing import Any
 
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.files import written_at_once
+from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened, visible
 
 BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors", "warmstart", "label", "subset_per_seed"}
 SUBSET_OFFSET = 10_000  # the authors' held-out subset of a seed has the seed plus this; reports average such runs
 LISTS = ["recipes", "methods", "seeds", "learning_rate_factors"]
 MOST_RUNS = 10_000
-# The options for all runs that also apply to a shared warm start: where things are, not how long to train.
+# The options for all runs that also apply to a shared warm start: where things are and what data mean, not how long to train.
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
+WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
 
 
 @dataclass(frozen=True)
@@ -227,10 +229,12 @@ def short(recipe: str) -> str:
 
 
 def absolute(name: str, value: Any) -> Any:
-    """Make folders absolute, because a suite may be continued from another working directory."""
-    if name in {"data_dir", "model", "initial_adapter"} and isinstance(value, str) and Path(value).is_dir():
-        return str(Path(value).resolve())
-    return value
+    """Make folders and files absolute, because a suite may be continued from another working directory."""
+    if not isinstance(value, str):
+        return value
+    is_folder = name in {"data_dir", "model", "initial_adapter"} and Path(value).is_dir()
+    is_data = name in {"task", "eval_data"} and (is_data_file(value) or "/" in value) and Path(value).exists()
+    return str(Path(value).resolve()) if is_folder or is_data else value
 
 
 # ---- The plan on disk ------------------------------------------------------------------------------------------------------

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from firedistill.imports import import_users_module, is_missing
+from firedistill.imports import import_users_file, import_users_module, is_missing
 from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
 from firedistill.tasks.guard import explained
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
 from firedistill.tasks.sources import DataError
+from firedistill.tasks.table import TableTask, names_data
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
-__all__ = ["ChoiceTask", "DataError", "Example", "FeedbackField", "NumericTask", "TASKS", "Task", "Verdict", "load_task"]
+__all__ = [
+    "ChoiceTask",
+    "DataError",
+    "Example",
+    "FeedbackField",
+    "NumericTask",
+    "TASKS",
+    "TableTask",
+    "Task",
+    "Verdict",
+    "load_task",
+]
+
+OBJECT = "object:"
+"""How `config.yaml` names a task or model that was an object, with its class after it."""
 
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaRat, ArcChallenge, WinoGrande, WiC, MMLUPro)}
 """The tasks of the paper, which read published datasets, by name."""
 
 
-def load_task(name: str) -> Task:
+def load_task(name: Any, **options: Any) -> Task:
     """Return a task by name.
 
     Args:
@@ -31,19 +49,40 @@ def load_task(name: str) -> Task:
             - `code:<file>`, or `code` with `data_dir`: your own programming problems with tests;
             - `planted:<kind>:<rate>:<task>`: a task with wrong feedback about a share of its problems (`Planted`);
             - `gym:<dataset>`: a dataset of reasoning-gym, for instance `gym:chain_sum`;
-            - `<module>:<class>`: your own, for instance `my_package.my_module:MyTask`, on the Python path or in the current folder.
+            - data of your own: a file (`my.jsonl`, `.csv`, `.parquet`), a folder with splits, a hub dataset `owner/name`; or,
+              instead of a name, a list of mappings or a `datasets.Dataset`;
+            - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the
+              Python path or in the current folder.
+        options: those of `TableTask`, for data of your own.
 
     Raises:
         ValueError: the name is unknown, with the known names and close matches; or your module or class raises.
         ImportError: a package that the task needs cannot be imported.
     """
+    if isinstance(name, list | tuple | Mapping) or hasattr(name, "column_names"):
+        return TableTask(name, **options)
     if not isinstance(name, str):
         raise ValueError(
-            f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task"
+            f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task, or rows"
+        )
+    if name.startswith(OBJECT):
+        raise ValueError(
+            f"the task of this run was a Python object ({name.removeprefix(OBJECT)}), which no name stands for: pass it as task=... in "
+            "Python, or name a task by --task, such as a file or module:Class"
+        )
+    prefix, colon, rest = name.partition(":")
+    published = name in TASKS or prefix in ("arithmetic", "gym")
+    if not published and not prefix.endswith(".py") and names_data(name):
+        table = TableTask(name, **options)
+        table.prepare()
+        return table
+    if options:
+        raise ValueError(
+            f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or "
+            "name a file, a folder or a hub dataset as the task"
         )
     if name in TASKS:
         return TASKS[name]()
-    prefix, colon, rest = name.partition(":")
     if prefix == "arithmetic":
         from firedistill.tasks.arithmetic import Arithmetic
 
@@ -72,18 +111,20 @@ def load_task(name: str) -> Task:
 def _own_task(module_name: str, class_name: str) -> Task:
     """The task `class_name` of a user's module: an instance, or a class that is called without arguments."""
     with explained(f"importing {module_name}"):
-        module = _import(module_name)
+        module = import_users_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
     if not hasattr(module, class_name):
         close = difflib.get_close_matches(class_name, vars(module), n=3)
         hint = f" Did you mean {', '.join(close)}?" if close else ""
         raise ValueError(f"unknown task {f'{module_name}:{class_name}'!r}: module {module_name} has no {class_name}.{hint}")
     task = getattr(module, class_name)
-    if callable(task):
+    if callable(task) and not isinstance(task, Task):
         with explained(f"{module_name}:{class_name}()"):
             task = task()
     methods = ("examples", "prompt", "verify", "feedback")
     if not (hasattr(task, "format_instruction") and all(callable(getattr(task, method, None)) for method in methods)):
         raise ValueError(f"{module_name}:{class_name} is not a task: derive it from firedistill.Task")
+    if isinstance(task, TableTask):
+        task.prepare()
     return task
 
 
@@ -108,4 +149,4 @@ def _suggestion(name: str) -> str:
 
 def _known_names() -> str:
     names = ", ".join([*TASKS, "arithmetic", "functions"])
-    return f"Known tasks: {names}, code:<file>, gym:<dataset>, and <module>:<class> for your own."
+    return f"Known tasks: {names}, code:<file>, gym:<dataset>, and your own: a file of rows, or <module>:<class>."

@@ -5,15 +5,18 @@ Each ends with a result or a `TaskFault`; `process.py` limits its time and undoe
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from numbers import Number
 from typing import Any, TypeVar
 
+from firedistill.tasks.coroutines import AsyncCall, TimeLimit
 from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
@@ -46,10 +49,14 @@ class GuardedTask:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
 
-    def verify(self, example: Example, response: str) -> Verdict:
-        """The task's verdict, or an incorrect one marked `failed` if the task returns none."""
+    def verify(self, example: Example, response: str, started: AsyncCall | None = None) -> Verdict:
+        """The task's verdict, or an incorrect one marked `failed` if the task returns none.
+
+        Args:
+            started: the verdict of an `async def verify` that has begun, see `begin`.
+        """
         try:
-            return self.judge(example, response)
+            return self._call("verify", read_verdict, example, response, started=started)
         except TaskFault as fault:
             logger.warning("%s; the response counts as wrong and is left out of training", fault)
             return Verdict(False, None, str(example.answer), failed=True)
@@ -62,13 +69,31 @@ class GuardedTask:
         """
         return self._call("verify", read_verdict, example, response)
 
-    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+    def feedback(
+        self, example: Example, response: str, verdict: Verdict, started: AsyncCall | None = None
+    ) -> tuple[FeedbackField, ...]:
         """The task's feedback; its fields have different names.
+
+        Args:
+            started: the feedback of an `async def feedback` that has begun, see `begin`.
 
         Raises:
             TaskFault: the task returns none.
         """
-        return self._call("feedback", read_feedback, example, response, verdict)
+        return self._call("feedback", read_feedback, example, response, verdict, started=started)
+
+    def begin(self, name: str, *arguments: Any) -> AsyncCall | None:
+        """Begin a call of `verify` or `feedback` where it is `async def`; None, and nothing begins, where it is a plain method.
+
+        Several calls run at the same time, while the caller does something else. The time limit holds for each.
+        """
+        if not self.is_async(name):
+            return None
+        return AsyncCall(partial(getattr(self.task, name), *arguments), self.seconds)
+
+    def is_async(self, name: str) -> bool:
+        """Whether a method of the task is `async def`."""
+        return inspect.iscoroutinefunction(getattr(self.task, name))
 
     def prompt(self, example: Example) -> str:
         """The dataset prompt.
@@ -89,8 +114,16 @@ class GuardedTask:
         with explained(where), kept_state():
             return read_examples(self.task.examples(split, n, seed, data_dir), where, n)
 
-    def _call(self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any) -> Result:
+    def _call(
+        self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any, started: AsyncCall | None = None
+    ) -> Result:
         where = f"{example.uid}: {name} of {type(self.task).__name__}"
+        if (call := started or self.begin(name, example, *rest)) is not None:
+            try:
+                with explained(where, pass_on=(TimeLimit,)):
+                    return read(call.result(), where)
+            except TimeLimit as error:
+                raise TaskFault(f"{where} took longer than {self.seconds:g} s (task_timeout)") from error
         return guarded(where, lambda: read(getattr(self.task, name)(example, *rest), where), self.seconds, "task_timeout")
 
 
@@ -207,6 +240,11 @@ def read_example(value: Any, where: str) -> Example:
         given = getattr(value, name)
         if not (isinstance(given, list | tuple) and all(isinstance(item, str) for item in given)):
             raise TaskFault(f"{where} ({uid}): Example.{name} is not a tuple of texts")
+    if not all(
+        isinstance(turn, Mapping) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+        for turn in value.history
+    ):
+        raise TaskFault(f'{where} ({uid}): Example.history holds something else than {{"role": text, "content": text}}')
     return value if uid is value.uid else replace(value, uid=uid)
 
 

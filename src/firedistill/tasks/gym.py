@@ -5,16 +5,13 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
-import pickle
 import re
-import selectors
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
+from firedistill.tasks.isolated import SCORING_SECONDS, IsolatedScorer
 from firedistill.tasks.sources import DataError, refuse_data, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
@@ -24,9 +21,15 @@ SEEDS_PER_SPLIT = 2**30
 FIRST_SEED = {"train": 0, "eval": SEEDS_PER_SPLIT}
 MAX_COUNT = SEEDS_PER_SPLIT // 2
 MAX_ANSWER_CHARACTERS = 20_000
-SCORING_SECONDS = 5.0
 NONSENSE = "zebra zebra"
 
+# The program of an `IsolatedScorer`: `9**9**9**9` cannot be interrupted in any other way.
+_SCORER = """
+import reasoning_gym
+dataset = reasoning_gym.create_dataset(sys.argv[1], size=1, seed=0)
+def score(answer, entry):
+    return dataset.score_answer(answer, entry)
+"""
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,17})?")
 # Some scorers pass the answer to `eval` or to sympy's parser, which calls `eval`.
 _EVALUATES = re.compile(r"\beval\(|\bparse_expr\(|\bsympify\(")
@@ -73,7 +76,7 @@ class GymTask(Task):
             raise ValueError(f"reasoning-gym has no dataset {dataset!r}. {hint}")
         self._evaluates_answers = bool(_EVALUATES.search(inspect.getsource(sys.modules[known[dataset][0].__module__])))
         self._scorer: Any = None
-        self._isolated_scorer: _IsolatedScorer | None = None
+        self._isolated_scorer = IsolatedScorer(_SCORER, dataset, seconds=SCORING_SECONDS)
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
         """Generate `n` problems (1,000 if None), determined by `split` and `seed`.
@@ -126,7 +129,7 @@ class GymTask(Task):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scorer": None, "_isolated_scorer": None}  # a process belongs to one owner
+        return {**self.__dict__, "_scorer": None}
 
     def _create(self, size: int, seed: int) -> Any:
         import reasoning_gym
@@ -148,8 +151,6 @@ class GymTask(Task):
             return 0.0
         entry = dict(example.metadata)
         if self._evaluates_answers:
-            if self._isolated_scorer is None:
-                self._isolated_scorer = _IsolatedScorer(self.dataset)
             return self._isolated_scorer.score(answer, entry) if _harmless(answer) else 0.0
         try:
             if self._scorer is None:
@@ -157,74 +158,6 @@ class GymTask(Task):
             return float(self._scorer.score_answer(answer, entry))
         except Exception:  # scorers raise many unrelated types on unexpected text
             return 0.0
-
-
-class _IsolatedScorer:
-    """Runs a scorer that evaluates text in a separate process: `9**9**9**9` cannot be interrupted in any other way."""
-
-    SOURCE = """
-import pickle, sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-except (ImportError, ValueError, OSError):
-    pass
-replies = sys.stdout
-sys.stdout = sys.stderr
-import reasoning_gym
-dataset = reasoning_gym.create_dataset(sys.argv[1], size=1, seed=0)
-while True:
-    answer, entry = pickle.load(sys.stdin.buffer)  # EOFError ends the process
-    try:
-        score = float(dataset.score_answer(answer, entry))
-    except BaseException:
-        score = 0.0
-    print(score, file=replies, flush=True)
-"""
-    STARTING_SECONDS = 120.0
-
-    def __init__(self, dataset: str):
-        self.dataset = dataset
-        self.process: subprocess.Popen[bytes] | None = None
-        self.lock = threading.Lock()
-
-    def score(self, answer: str, entry: Mapping[str, Any]) -> float:
-        """The scorer's mark; 0.0 if it fails or times out."""
-        with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", self.SOURCE, self.dataset],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
-                self._ask("", entry, self.STARTING_SECONDS)  # waits for the slow import, which the time limit excludes
-            return self._ask(answer, entry, SCORING_SECONDS)
-
-    def _ask(self, answer: str, entry: Mapping[str, Any], seconds: float) -> float:
-        if self.process is None:  # the process did not start
-            return 0.0
-        assert self.process.stdin is not None and self.process.stdout is not None  # both are pipes
-        message = pickle.dumps((answer, dict(entry)))
-        try:
-            self.process.stdin.write(message)
-            self.process.stdin.flush()
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.process.stdout, selectors.EVENT_READ)
-                return float(self.process.stdout.readline() if selector.select(seconds) else b"")
-        except (OSError, ValueError):
-            self.close()
-            return 0.0
-
-    def close(self) -> None:
-        """End the process; the next answer starts a new one."""
-        if self.process is not None:
-            process, self.process = self.process, None
-            process.kill()
-            process.communicate()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _dataset_classes() -> Mapping[str, tuple[type, type]]:

@@ -87,7 +87,13 @@ def read_file(path: Path) -> Rows:
 
 
 def load_from_hub(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> Rows:
-    """One split from the Hugging Face hub. Never runs code from the hub.
+    """One split from the Hugging Face hub, in memory; see `hub_dataset`."""
+    source, dataset = hub_dataset(hub_id, config, split, revision, folder)
+    return Rows(source, list(dataset))
+
+
+def hub_dataset(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> tuple[str, Any]:
+    """The name of one split of a hub dataset, for messages, and its `datasets.Dataset`. Never runs code from the hub.
 
     Args:
         hub_id, config, split, revision: as in `datasets.load_dataset`.
@@ -104,7 +110,7 @@ def load_from_hub(hub_id: str, config: str | None, split: str, revision: str | N
         request = {"name": config}
     source = f"{hub_id} ({config}), split {split!r}" if config else f"{hub_id}, split {split!r}"
     try:
-        return Rows(source, list(datasets.load_dataset(hub_id, split=split, revision=revision, **request)))
+        return source, datasets.load_dataset(hub_id, split=split, revision=revision, **request)
     except Exception as error:  # the hub client raises many unrelated types
         raise DataError(
             f"could not load {source}, from the Hugging Face hub ({type(error).__name__}: {_first_line(error)}). If the hub is "
@@ -182,11 +188,11 @@ def _field(
             "use the column names of the hub version"
         )
     if not is_valid(row[name]):
-        raise DataError(f"field {label!r}: expected {expected}, found {_kind(row[name])}; write it as {form}")
+        raise DataError(f"field {label!r}: expected {expected}, found {kind_of(row[name])}; write it as {form}")
     return row[name]
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     shown = repr(value)
     return "null" if value is None else f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
@@ -211,7 +217,7 @@ def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
             f"{path}, row {number}: expected one JSON object in UTF-8 ({error}); each line must be a complete object"
         ) from error
     if not isinstance(record, dict):
-        raise DataError(f"{path}, row {number}: expected a JSON object, found {_kind(record)}; name the columns")
+        raise DataError(f"{path}, row {number}: expected a JSON object, found {kind_of(record)}; name the columns")
     return record
 
 

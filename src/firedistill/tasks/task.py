@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,7 +37,11 @@ class Task:
 
     `load_task("my_package.my_module:Capitals")` then loads it. Override other methods as needed: `prompt`, `feedback` (returns the
     four structured fields by default; any other fields work), `usable` (which rows to keep), `examples` (for generated problems).
-    For numeric and multiple-choice answers, start from `NumericTask` and `ChoiceTask`, which define `verify`.
+    For numeric and multiple-choice answers, start from `NumericTask` and `ChoiceTask`, which define `verify`. Problems in a file need
+    no class, see `TableTask`.
+
+    `verify` and `feedback` may be `async def`. Several calls then run at the same time, and verdicts begin while other responses are
+    still sampled, where the engine reports responses as they end.
 
     **Splits.** Every task has the splits `"train"` and `"eval"` (held out). They stand for the published splits `train_split` and
     `eval_split`. Any published split with labels is also available in full under its own name. If a dataset has only one usable
@@ -160,17 +164,22 @@ class Task:
 
     def ordered(self, rows: Rows, indices: Sequence[int], seed: int) -> list[int]:
         """Row indices in the order in which `examples` returns them: shuffled by `seed`."""
-        return sorted(indices, key=lambda index: _digest(f"{seed}/{index}"))
+        return sorted(indices, key=lambda index: digest(f"{seed}/{index}"))
 
     def _divide(self, rows: Rows, indices: Sequence[int], part: str) -> list[int]:
         """The indices of `"train"` or `"eval"`. Depends on the rows' content, not on their order."""
-        ranks = {index: _digest(f"{self.division_seed}/{_at(rows, index, self.division_key)}") for index in indices}
-        distinct = sorted(set(ranks.values()))
-        held_out = set(distinct[round(TRAIN_SHARE * len(distinct)) :])
+        ranks = {index: digest(f"{self.division_seed}/{_at(rows, index, self.division_key)}") for index in indices}
+        held_out = self.held_out(ranks.values())
         return [index for index in indices if (ranks[index] in held_out) == (part == "eval")]
 
+    @staticmethod
+    def held_out(ranks: Iterable[bytes]) -> set[bytes]:
+        """The hashes of the rows that are held out where a split is divided."""
+        distinct = sorted(set(ranks))
+        return set(distinct[round(TRAIN_SHARE * len(distinct)) :])
 
-def _digest(text: str) -> bytes:
+
+def digest(text: str) -> bytes:
     """A hash that replaces a random number: equal on every machine, Python and library version."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 

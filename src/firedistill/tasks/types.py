@@ -8,6 +8,21 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class FeedbackField:
+    """One separable piece of feedback.
+
+    Attributes:
+        name: identifies the field in logs and figures (`alpha_<name>`).
+        text: the feedback, which is all that the teacher sees.
+        group: fields of one group are removed together and have one weight, `alpha_<group>`; None for a field on its own.
+    """
+
+    name: str
+    text: str
+    group: str | None = None
+
+
+@dataclass(frozen=True)
 class Example:
     """One problem.
 
@@ -20,6 +35,8 @@ class Example:
         solution: gold working that ends with the final-answer line, if the dataset has one; used by the warm start.
         category: a subject within the task (MMLU-Pro), if any.
         metadata: anything else that the task's verifier needs; neither the student nor the teacher sees it.
+        history: messages before the question, `{"role": ..., "content": ...}`: a system message, earlier turns.
+        feedback: fields of feedback that come with the problem, such as a hint; `Task.feedback` decides what the teacher sees.
     """
 
     uid: str
@@ -30,6 +47,8 @@ class Example:
     solution: str | None = None
     category: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    history: tuple[Mapping[str, str], ...] = field(default=(), hash=False)
+    feedback: tuple[FeedbackField, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,18 +70,3 @@ class Verdict:
     well_formed: bool = False
     lenient_correct: bool = False
     failed: bool = False
-
-
-@dataclass(frozen=True)
-class FeedbackField:
-    """One separable piece of feedback.
-
-    Attributes:
-        name: identifies the field in logs and figures (`alpha_<name>`).
-        text: the feedback, which is all that the teacher sees.
-        group: fields of one group are removed together and have one weight, `alpha_<group>`; None for a field on its own.
-    """
-
-    name: str
-    text: str
-    group: str | None = None

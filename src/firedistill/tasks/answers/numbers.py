@@ -70,7 +70,7 @@ def read_numeric(response: str, gold: str) -> Answer:
     >>> read_numeric("#### 2,6", "2; 6")
     Answer(value='2; 6', well_formed=True)
     """
-    count = _value_count(gold)
+    count = count_values(gold)
     plain = to_ascii(response)
     content = _marked_content(plain)
     if content is not None:
@@ -134,9 +134,14 @@ def _marked_content(plain: str) -> str | None:
     return None
 
 
-def _value_count(gold: str) -> int:
+def count_values(gold: str) -> int:
     """How many numbers the gold consists of; 0 for text."""
-    values = numeric_gold(gold).split("; ")
+    return count_normalised(numeric_gold(gold))
+
+
+def count_normalised(gold: str) -> int:
+    """How many numbers a normalised gold consists of; 0 for text."""
+    values = gold.split("; ")
     return len(values) if all(_CANONICAL.fullmatch(value) for value in values) else 0
 
 
@@ -443,7 +448,7 @@ _ANSWER_PHRASE = re.compile(r"(?<![^\W_])answer[\s*_`]{0,8}+(?:is|equals|:|=)(?!
 
 
 def _lenient_values(response: str, gold: str) -> Iterator[str | None]:
-    count = _value_count(gold)
+    count = count_values(gold)
     plain = to_ascii(response)
     yield read_numeric(response, gold).value
     statements = [statement for statement in (boxed(plain), after_last(_ANSWER_PHRASE, plain)) if statement]

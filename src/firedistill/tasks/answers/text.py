@@ -105,6 +105,12 @@ def end_of_line(line: str) -> str:
 
 def boxed(plain: str) -> str | None:
     """The content of the last `\\boxed{}`, cleaned; up to the end of its line if the brace is not closed."""
+    content = boxed_latex(plain)
+    return None if content is None else clean(content)
+
+
+def boxed_latex(plain: str) -> str | None:
+    """The content of the last `\\boxed{}` as it stands; up to the end of its line if the brace is not closed."""
     _, opening, rest = plain.rpartition("\\boxed{")
     if not opening:
         return None
@@ -112,8 +118,8 @@ def boxed(plain: str) -> str | None:
     for match in re.finditer(r"[{}]", rest):
         depth += 1 if match[0] == "{" else -1
         if depth == 0:
-            return clean(rest[: match.start()])
-    return clean(rest.partition("\n")[0])
+            return rest[: match.start()]
+    return rest.partition("\n")[0]
 
 
 def after_last(pattern: re.Pattern[str], plain: str) -> str | None:

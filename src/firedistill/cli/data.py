@@ -1,0 +1,258 @@
+"""`firedistill data`: what a task asks, what counts as right, what the teacher sees, and which rows are wrong; without a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from rich.console import Console
+
+from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
+from firedistill.cli.names import wants_help
+from firedistill.cli.preflight import Finding, check_examples, check_feedback, check_golds
+from firedistill.config import SelfDistillConfig
+from firedistill.prompts import student_messages, teacher_messages
+from firedistill.recipes import built_in_recipes
+from firedistill.setup import Setup
+from firedistill.tasks import DataError, Example, TableTask, Task, load_task
+from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks.table import Scan, Template
+from firedistill.terminal import quiet_libraries, shortened, visible
+
+HELP = """\
+firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE=COLUMN ...] [--answer KIND] [--feedback NAME=TEXT ...]
+
+Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as
+right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of
+firedistill train that name data have the same meaning here. No model is loaded.
+"""
+
+
+@dataclass
+class Shown:
+    """One row.
+
+    Attributes:
+        cell: what stands in the answer column.
+        student: the messages of the student's prompt.
+        judged: responses and their verdicts, the first of which states the gold answer.
+        wrong: the response that the feedback is about.
+        teacher: the content of the teacher's message about it.
+    """
+
+    uid: str
+    answer: str
+    cell: str | None
+    student: list[dict[str, str]]
+    judged: list[dict[str, Any]]
+    wrong: str
+    feedback: dict[str, str]
+    teacher: str
+
+
+@dataclass
+class DataReport:
+    """What the command shows; `--json` prints it as it is."""
+
+    task: str
+    columns: list[str] = field(default_factory=list)
+    roles: dict[str, str] = field(default_factory=dict)
+    guessed: list[str] = field(default_factory=list)
+    answer: str = ""
+    splits: dict[str, int] = field(default_factory=dict)
+    left_out: int = 0
+    rows: list[Shown] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def data_command(arguments: Sequence[str], console: Console) -> int:
+    if wants_help(arguments):
+        console.print(HELP)
+        return 0
+    parser = Parser()
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rows", type=from_zero, default=3)
+    options, rest = parser.parse_known_args(list(arguments))
+    name, _ = split_recipe(rest)
+    if name is not None and not is_recipe(name):
+        rest = ["--task", *rest]
+    elif name is None and not any(word.partition("=")[0] == "--task" for word in rest):
+        raise ValueError("name the data: firedistill data my.jsonl")
+    quiet_libraries()
+    with without_messages("firedistill.tasks.table"):  # the report says it
+        report = inspect_data(config_of(SelfDistillConfig, rest), options.rows)
+    if options.json:
+        console.print(json.dumps(asdict(report), ensure_ascii=True, indent=1), soft_wrap=True)
+    else:
+        for line in lines_of(report):
+            console.print(visible(line), soft_wrap=True)
+    return 2 if report.problems else 0
+
+
+@contextmanager
+def without_messages(name: str) -> Iterator[None]:
+    """No messages of a logger but errors."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def is_recipe(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or (Path(name) / "config.yaml").is_file() or name in built_in_recipes()
+
+
+def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
+    """Read the data of a configuration.
+
+    Args:
+        count: rows to show.
+    """
+    task = load_task(config.task, **config.data_options)
+    report = DataReport(config.task)
+    if isinstance(task, TableTask):
+        describe_table(task, report)
+        if report.problems and task.bad_rows == "refuse":
+            task.bad_rows = "skip"  # show what the other rows give
+    guarded = cast(Task, GuardedTask(task, config.task_timeout))
+    try:
+        train = guarded.examples("train", config.train_size, config.seed, config.data_dir)
+        evaluation = guarded.examples("eval", config.eval_size, config.eval_subset_seed, config.data_dir)
+    except DataError as error:
+        if not report.problems:
+            raise
+        report.notes.append(str(error).split("\n")[0])
+        return report
+    report.splits = {"train": len(train), f"eval (the first {config.eval_size})": len(evaluation)}
+    report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
+    # The checks of data read these four attributes only.
+    nothing = cast(Any, None)
+    setup = Setup(config, guarded, nothing, nothing, nothing, train, evaluation, {}, None, nothing)
+    for finding in findings(setup):
+        (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
+    if isinstance(task, TableTask):
+        for name in task.templates:
+            filled = sum(any(given.name == name for given in example.feedback) for example in train)
+            if filled < len(train) and task.fields[name]:
+                text = f"field {name!r} is left out in {len(train) - filled:,} of {len(train):,} training rows, where a column is empty"
+                (report.notes if filled else report.problems).append(text)
+    first = sorted(train, key=place) if isinstance(task, TableTask) else train
+    report.rows = [shown(guarded, example) for example in first[:count]]
+    return report
+
+
+def place(example: Example) -> tuple[int, str]:
+    number = example.uid.rpartition("/")[2]
+    return (int(number) if number.isdecimal() else 0, example.uid)
+
+
+def findings(setup: Setup) -> Iterator[Finding]:
+    for check in (check_examples, check_golds, check_feedback):
+        yield from check(setup)
+
+
+def describe_table(task: TableTask, report: DataReport) -> None:
+    """Columns, guesses, and the rows that cannot be used."""
+    scans: list[Scan] = []
+    for split in dict.fromkeys((task.train_split, task.eval_split)):
+        scans.append(task.scan(split, refuse=False))
+    report.columns, report.guessed = task.known_columns, task.guesses
+    for role, spec in task.roles.items():
+        report.roles[role] = (
+            task.columns[role] if isinstance(spec, Template) else ", ".join(spec) if isinstance(spec, list) else spec
+        )
+    for scan in scans:
+        report.left_out += sum(problem.count for problem in scan.problems.values())
+        report.problems += [f"{scan.rows.source}: {problem}" for problem in scan.problems.values()]
+        if scan.repeated is not None:
+            report.notes.append(f"{scan.rows.source}: {scan.repeated}")
+    if task.bad_rows == "skip":
+        report.notes, report.problems = [*report.notes, *(f"left out: {text}" for text in report.problems)], []
+
+
+def shown(task: Task, example: Example) -> Shown:
+    """One row as student, verifier and teacher see it."""
+    inner = getattr(task, "task", task)  # without its guard
+    right, *others = near_misses(task, example)
+    judged = []
+    for response in (right, *others):
+        verdict = task.verify(example, response)
+        result = "failed" if verdict.failed else "right" if verdict.correct else "wrong"
+        if result == "wrong" and verdict.lenient_correct:
+            result = "wrong (right answer, wrong form)"
+        judged.append({"response": response, "verdict": result, "read": verdict.submitted})
+    wrong = next((item["response"] for item in judged[::-1] if item["verdict"] == "wrong" and item["response"]), "")
+    feedback = task.feedback(example, wrong, task.verify(example, wrong))
+    return Shown(
+        example.uid,
+        str(example.answer),
+        inner.answer_cell(example) if isinstance(inner, TableTask) else None,
+        student_messages(task, example),
+        judged,
+        wrong,
+        {item.name: item.text for item in feedback},
+        teacher_messages(task, example, feedback)[-1]["content"],
+    )
+
+
+def near_misses(task: Task, example: Example) -> list[str]:
+    """Responses that state the gold answer as the task demands and in other ways, another answer, and none."""
+    gold = str(example.answer)
+    if not gold:
+        return [example.solution or "I do not know.", ""]
+    line = (example.solution or "").rpartition("\n")[2] or gold
+    stated = line if task.final_marker and line.startswith(task.final_marker) else f"{task.final_marker} {gold}".strip()
+    other = another(example)
+    emphasised, wrong = stated.replace(gold, f"**{gold}**"), stated.replace(gold, other)
+    responses = [stated, f"The answer is {gold}.", emphasised, f"{stated} or {other}", wrong, ""]
+    return list(dict.fromkeys(responses))
+
+
+def another(example: Example) -> str:
+    """An answer other than the gold one."""
+    gold = str(example.answer)
+    if example.labels:
+        return next(label for label in example.labels if label != gold)
+    return str(int(gold) + 1) if gold.lstrip("-").isdecimal() else f"{gold} not" if gold else "something"
+
+
+def lines_of(report: DataReport) -> Iterator[str]:
+    """The report as text."""
+    yield f"task: {report.task}"
+    if report.columns:
+        yield f"columns: {', '.join(report.columns)}"
+        yield "used as: " + ", ".join(f"{role} = {column}" for role, column in report.roles.items())
+    if report.guessed:
+        yield f"guessed: {'; '.join(report.guessed)}"
+    yield f"answers: {report.answer}"
+    yield "problems to train on: " + ", ".join(f"{name} {count:,}" for name, count in report.splits.items())
+    for row in report.rows:
+        yield f"\n{row.uid}"
+        read = f"   (the column has {shortened(row.cell, 100)!r})" if row.cell not in (None, row.answer) else ""
+        yield f"  gold answer: {row.answer or '(none)'}{read}"
+        for message in row.student:
+            yield f"  {message['role']}: " + message["content"].replace("\n", "\n    ")
+        for item in row.judged:
+            text = shortened(item["response"], 100).replace("\n", "\\n") or "(empty)"
+            yield f"  {item['verdict']:>33}:  {text}" + (f"   -> read as {shortened(item['read'], 60)}" if item["read"] else "")
+        yield f"  feedback about {shortened(row.wrong, 60) or '(empty)'!r}:"
+        for name, text in row.feedback.items():
+            yield f"    {name}: {text}"
+    if report.rows:
+        yield "\nteacher's message about the first row:\n    " + report.rows[0].teacher.replace("\n", "\n    ")
+    yield ""
+    for note in report.notes:
+        yield f"note: {note}"
+    for problem in report.problems:
+        yield problem if problem.startswith(("error:", "warning:")) else f"error: {problem}"
+    if not report.problems:
+        yield "nothing is wrong with the rows"

@@ -1,0 +1,91 @@
+"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, beside the trainer.
+
+They share the process with it and must leave its settings alone: the working directory, signal handlers, PyTorch's defaults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as StillRunning
+from typing import Any
+
+AT_ONCE = 32  # coroutines that run at the same time
+GRACE = 5.0  # seconds after its time limit in which a coroutine must have ended
+
+
+class TimeLimit(Exception):
+    """A coroutine took longer than its limit."""
+
+
+class Loop:
+    """A thread with an event loop, started with the first coroutine.
+
+    Attributes:
+        blocked: a coroutine did not give up control in time, so that no other one can run; its thread is left to itself.
+    """
+
+    _current: Loop | None = None
+
+    def __init__(self) -> None:
+        self.blocked = False
+        self.loop = asyncio.new_event_loop()
+        self.free = asyncio.Semaphore(AT_ONCE)
+        threading.Thread(target=self.loop.run_forever, name="async task", daemon=True).start()
+
+    @classmethod
+    def running(cls) -> Loop:
+        """The loop of this process that is not blocked."""
+        if cls._current is None or cls._current.blocked:
+            cls._current = Loop()
+        return cls._current
+
+
+class AsyncCall:
+    """A coroutine that runs, or waits for its turn.
+
+    Args:
+        function: makes the coroutine.
+        seconds: its time limit from when it begins; None for no limit.
+    """
+
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None):
+        self.function, self.seconds = function, seconds
+        self.start()
+
+    def start(self) -> None:
+        self.began: float | None = None
+        self.home = Loop.running()
+        self.future: Future[Any] = asyncio.run_coroutine_threadsafe(self._run(), self.home.loop)
+
+    async def _run(self) -> Any:
+        async with self.home.free:
+            self.began = time.monotonic()
+            try:
+                async with asyncio.timeout(self.seconds) as limit:
+                    return await self.function()
+            except TimeoutError as error:
+                if limit.expired():
+                    raise TimeLimit from error
+                raise
+
+    def result(self) -> Any:
+        """What the coroutine returns or raises; waits for it.
+
+        Raises:
+            TimeLimit: it took longer than its limit, also where it does not end when it is cancelled.
+        """
+        while True:
+            try:
+                return self.future.result(timeout=0.2)
+            except StillRunning:
+                if self.future.done():
+                    return self.future.result()
+            if self.began is not None and self.seconds is not None and time.monotonic() > self.began + self.seconds + GRACE:
+                self.home.blocked = True
+                raise TimeLimit
+            if self.began is None and self.home.blocked:
+                self.start()

@@ -1,0 +1,273 @@
+"""How an answer is read, by the name that `--answer` gives it. Each kind is a task without data: a subclass defines only `example`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import unicodedata
+from typing import Any
+
+from firedistill.tasks.answers.numbers import count_normalised, numeric_gold
+from firedistill.tasks.answers.text import boxed_latex
+from firedistill.tasks.choice import ChoiceTask
+from firedistill.tasks.isolated import IsolatedScorer
+from firedistill.tasks.numeric import NumericTask
+from firedistill.tasks.reading import BadRow
+from firedistill.tasks.sources import DataError, kind_of
+from firedistill.tasks.task import Task
+from firedistill.tasks.types import Example, Verdict
+
+FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
+MAX_ANSWER_CHARACTERS = 20_000
+_AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+
+
+class ExactTask(Task):
+    """A task whose answers are texts after `Answer:`. Case, repeated blanks, quotation marks around the answer, markdown and a final
+    full stop do not count. `Example.metadata["accepted"]` may list other accepted answers."""
+
+    type_name = "short_answer"
+    answer_type = "text"
+    checker_mode = "exact-match"
+    final_marker = "Answer:"
+    format_instruction = f"Reason step by step. {FINAL_LINE}"
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        submitted = final_line(response)
+        accepted = {plain(text) for text in example.metadata.get("accepted", (example.answer,))}
+        correct = submitted is not None and plain(submitted) in accepted
+        lines = [line for line in response.splitlines() if line.strip()]
+        lenient = correct or (bool(lines) and plain(lines[-1]) in accepted)
+        return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
+
+
+class RegexTask(ExactTask):
+    """A task whose answers a regular expression finds in the response: the first group of its last match, or all of it.
+
+    Args:
+        pattern: in Python's syntax; `.` also matches a line feed only if the pattern says so by `(?s)`.
+    """
+
+    answer_type = "regex"
+    final_marker = ""
+    format_instruction = ""
+
+    def __init__(self, pattern: str):
+        try:
+            self.pattern = re.compile(pattern)
+        except re.error as error:
+            raise DataError(f"answer is 'regex:{pattern}': not a regular expression ({error})") from error
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        found = None
+        for found in self.pattern.finditer(response):  # noqa: B007 - the last match
+            pass
+        submitted = None if found is None else found[1 if self.pattern.groups else 0]
+        accepted = {plain(text) for text in example.metadata.get("accepted", (example.answer,))}
+        correct = submitted is not None and plain(submitted) in accepted
+        return Verdict(correct, submitted, example.answer, submitted is not None, correct)
+
+
+class JsonTask(Task):
+    """A task whose answers are JSON values after `Answer:`, equal if they hold the same values: the order of keys, blanks, and the
+    notation of a number do not count."""
+
+    type_name = "structured_output"
+    answer_type = "json"
+    checker_mode = "json-equality"
+    final_marker = "Answer:"
+    format_instruction = (
+        "Reason step by step. Then, on a new final line, write `Answer: ` followed by the answer as JSON in one line. "
+        "Write nothing after that line."
+    )
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        _, marker, rest = response.rpartition("Answer:")
+        submitted = canonical_json(fenced(rest)) if marker else None
+        correct = submitted == example.answer
+        lenient = correct or canonical_json(fenced(response)) == example.answer
+        return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
+
+
+class MathTask(Task):
+    """A task whose answers are mathematical expressions, compared by the library math-verify (`pip install 'firedistill[math]'`).
+
+    The library computes with what it reads (`10^{10^{10}}`) and evaluates answers that are not LaTeX. It therefore sees LaTeX only, in
+    a process of its own with limits on time and memory.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+
+    type_name = "math"
+    answer_type = "expression"
+    checker_mode = "symbolic-equivalence"
+    final_marker = "Answer:"
+    format_instruction = (
+        "Reason step by step. Then, on a new final line, write `Answer: ` followed by the final answer in \\boxed{}, "
+        "for example `Answer: \\boxed{\\frac{1}{2}}`. Write nothing after that line."
+    )
+
+    COMPARISON = r"""
+import logging
+logging.disable(logging.CRITICAL)
+from math_verify import LatexExtractionConfig, parse, verify
+def read(text):
+    return parse("\\boxed{" + text + "}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=None)
+def score(gold, answer):
+    expected = read(gold)
+    return bool(expected) and verify(expected, read(answer), timeout_seconds=None)
+"""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise ImportError("answers of the kind math need the package math-verify: pip install 'firedistill[math]'")
+        self.scorer = IsolatedScorer(self.COMPARISON, seconds=2.0)  # a verdict makes up to two comparisons
+        self.scorer.start()
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        line = final_line(response)
+        submitted = None if line is None else (boxed_latex(line) if "\\boxed{" in line else line.strip(" $"))
+        correct = self.equal(example.answer, submitted)
+        other = boxed_latex(response) or last_line(response)
+        lenient = correct or (other != submitted and self.equal(example.answer, other))
+        return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
+
+    def equal(self, gold: str, answer: str | None) -> bool:
+        """Whether two expressions in LaTeX have the same value; False if either is too long, too costly or cannot be read."""
+        if not answer or max(len(gold), len(answer)) > MAX_ANSWER_CHARACTERS:
+            return False
+        return answer == gold or self.scorer.score(gold, answer) == 1.0
+
+
+KINDS: dict[str, type[Task]] = {
+    "numeric": NumericTask,
+    "choice": ChoiceTask,
+    "exact": ExactTask,
+    "regex": RegexTask,
+    "json": JsonTask,
+    "math": MathTask,
+}
+
+
+def load_kind(answer: str) -> tuple[Task, int | None]:
+    """The kind that `--answer` names, `KIND` or `KIND:ARGUMENT`, and the position of the first option where choices are numbered.
+
+    Raises:
+        ValueError: there is no such kind, or its argument is missing or wrong.
+        ImportError: the kind needs a package that is not installed.
+    """
+    name, colon, argument = answer.partition(":")
+    if name not in KINDS:
+        raise ValueError(f"answer is {answer!r}: expected {', '.join(KINDS)} (regex:PATTERN, choice:0 or choice:1)")
+    if name == "regex":
+        if not argument:
+            raise ValueError("answer is 'regex': expected the pattern after a colon, for instance 'regex:Result: (.+)'")
+        return RegexTask(argument), None
+    if name == "choice" and colon:
+        if argument not in ("0", "1"):
+            raise ValueError(f"answer is {answer!r}: expected choice:0 or choice:1, the number of the first option")
+        return ChoiceTask(), int(argument)
+    if colon:
+        raise ValueError(f"answer is {answer!r}: {name} has no argument")
+    return KINDS[name](), None
+
+
+# ---- Golds -------------------------------------------------------------------------------------------------------------------
+
+
+def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str, ...]]:
+    """The gold answer in a cell: normalised, the working before it (or an empty text), and other accepted answers.
+
+    A list of one value stands for the value. For texts, a longer list holds accepted answers, the first of which is shown.
+
+    Raises:
+        BadRow: it is empty, or not an answer of this kind.
+    """
+    subject = f"column {column!r}"
+    if isinstance(kind, JsonTask):
+        text = value if isinstance(value, str) else json.dumps(value)
+        gold = canonical_json(text)
+        if gold is None:
+            raise BadRow(f"{subject} is not JSON", "write a JSON value; texts need quotation marks", kind_of(value))
+        return gold, "", ()
+    if isinstance(value, list) and value and (isinstance(kind, ExactTask) or len(value) == 1):
+        texts = [_text(item, subject) for item in value]
+        gold, working, _ = read_gold(kind, texts[0], column)
+        return gold, working, tuple(texts) if len(texts) > 1 else ()
+    text = _text(value, subject)
+    if isinstance(kind, NumericTask):
+        if _INTEGER.fullmatch(text):
+            return text, "", ()  # the common case, and what `numeric_gold` returns
+        working, marker, final = text.rpartition("####")
+        gold = numeric_gold(final.strip())
+        if count_normalised(gold) == 0:
+            raise BadRow(f"{subject} is not a number", "correct it, or read answers as --answer exact", kind_of(value))
+        return gold, working.strip(), ()
+    if isinstance(kind, MathTask):
+        inner = boxed_latex(text) if "\\boxed{" in text else None
+        return (inner or text.strip(" $"), text if inner and not text.startswith("\\boxed") else "", ())
+    return text, "", ()
+
+
+def _text(value: Any, subject: str) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float) and math.isfinite(value):
+        return str(value)
+    if not isinstance(value, str | None):
+        raise BadRow(f"{subject} is not one answer", "write a text or a number", kind_of(value))
+    if value is None or not value.strip():
+        raise BadRow(f"{subject} is empty", "fill it in or remove the row")
+    return value.strip()
+
+
+def final_line(response: str) -> str | None:
+    """What follows the last `Answer:` on its line; None if nothing does."""
+    _, marker, rest = response.rpartition("Answer:")
+    line = rest.split("\n")[0].strip("* \t\r")
+    return line if marker and line else None
+
+
+def last_line(response: str) -> str:
+    return next((line.strip(" $") for line in reversed(response.split("\n")) if line.strip()), "")
+
+
+def plain(text: str) -> str:
+    """A text without what does not count in a comparison: case, repeated blanks, and quotes, markdown and a full stop around it."""
+    line = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return line.strip(_AROUND).rstrip(".").strip(_AROUND) or line
+
+
+def fenced(text: str) -> str:
+    """The content of the last block of code, or the text itself."""
+    blocks = text.split("```")
+    if len(blocks) < 3:
+        return text
+    first, _, rest = blocks[-2].partition("\n")
+    return rest if first.strip().isalpha() or not first.strip() else blocks[-2]
+
+
+def canonical_json(text: str) -> str | None:
+    """A JSON value in one spelling; None if the text is none."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(constant)  # NaN and Infinity are not JSON
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+        return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError, TypeError):
+        return None
+
+
+def _same_numbers(value: Any) -> Any:
+    """1.0 as 1."""
+    if isinstance(value, dict):
+        return {key: _same_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_same_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

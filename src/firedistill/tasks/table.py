@@ -1,0 +1,798 @@
+"""A task that is data: a file, a folder, a hub dataset, a list of rows. No class is needed.
+
+    load_task("my.jsonl", columns={"question": "prompt"}, answer="numeric", feedback={"hint": "{hint}"})
+
+Columns are found by name, answers are read by a kind of `kinds.py`, and templates make fields of feedback of further columns. What is
+not said is guessed, and the guess is logged once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import logging
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from string import ascii_uppercase
+from typing import Any
+
+from firedistill.tasks.choice import ChoiceTask, choice_example
+from firedistill.tasks.feedback import structured_feedback
+from firedistill.tasks.kinds import KINDS, load_kind, read_gold
+from firedistill.tasks.numeric import NumericTask
+from firedistill.tasks.reading import BadRow, folder_splits, hub_rows, hub_splits, is_data_file, open_rows, rows_of
+from firedistill.tasks.sources import DataError, Rows, kind_of
+from firedistill.tasks.task import Task, digest
+from firedistill.tasks.types import Example, FeedbackField, Verdict
+from firedistill.terminal import process_rank, shortened
+
+logger = logging.getLogger(__name__)
+
+# Names by which the columns of a role are known.
+ROLES = {
+    "question": ("question", "problem", "prompt", "instruction", "query", "messages", "input"),
+    "answer": ("answer", "label", "target", "gold", "ground_truth", "expected", "answerKey", "correct_answer"),
+    "options": ("options", "choices"),
+    "solution": ("solution", "rationale", "working", "explanation"),
+    "category": (),
+}
+EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")
+SAMPLE = 1000  # rows from which columns and the kind of answers are guessed
+MOST_NUMERIC, LEAST_NUMERIC = 0.9, 0.5  # shares of numbers among the answers: numeric from the one on, exact below the other
+PROGRESS_SECONDS = 10.0
+
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+_HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(?::[\w.-]+)?")
+_LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")
+
+
+class Template:
+    """A text with columns in braces: `The hint is: {hint}`. Two braces stand for one. Nothing else is evaluated.
+
+    Raises:
+        DataError: a brace stands alone, or a name in braces is no column.
+    """
+
+    def __init__(self, text: str, columns: Sequence[str], where: str):
+        self.parts: list[str | tuple[str]] = []
+        end = 0
+        for found in _BRACES.finditer(text):
+            self.parts.append(text[end : found.start()])
+            end = found.end()
+            if found[0] in ("{{", "}}"):
+                self.parts.append(found[0][0])
+            elif found[1] is None:
+                raise DataError(
+                    f"{where}: {found[0]!r} stands alone in {shortened(repr(text))}; write {found[0] * 2} for the character itself"
+                )
+            else:
+                known(found[1], columns, where)
+                self.parts.append((found[1],))
+        self.parts.append(text[end:])
+
+    def fill(self, row: Mapping[str, Any]) -> str | None:
+        """The text for a row; None if a value is missing, null or blank."""
+        texts = [part if isinstance(part, str) else shown(cell(row, part[0])) for part in self.parts]
+        return None if None in texts else "".join(texts)  # type: ignore[arg-type]
+
+
+def known(name: str, columns: Sequence[str], where: str) -> None:
+    """
+    Raises:
+        DataError: the data have no column, and no key of nested data, of that name.
+    """
+    if name not in columns:
+        close = difflib.get_close_matches(name, columns, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise DataError(f"{where}: there is no column {name!r}{hint} (columns: {shortened(', '.join(columns), 500)})")
+
+
+def names_in(row: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
+    """The columns of a row, and the keys of nested data as `column.key`."""
+    for name, value in row.items():
+        yield str(name)
+        if isinstance(value, Mapping) and depth > 1:
+            yield from (f"{name}.{inner}" for inner in names_in(value, depth - 1))
+
+
+def cell(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of `column.key` in nested data; None if there is none."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for key in name.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def shown(value: Any) -> str | None:
+    """A cell as text for the teacher or the student: a text as it stands, other values as JSON; None if it is null or blank."""
+    if isinstance(value, str):
+        return value.strip() or None
+    return None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+@dataclass
+class Scan:
+    """What is known about the rows of one split.
+
+    Attributes:
+        rows: all of them.
+        usable: indices of those that can be used.
+        ranks: a hash of the prompt of each usable row; rows with equal ones stay together when a split is divided.
+        problems: what is wrong with the others, by kind.
+        repeated: rows that repeat an earlier one; they count as often as they occur.
+    """
+
+    rows: Rows
+    usable: array[int] = field(default_factory=lambda: array("q"))
+    ranks: list[bytes] = field(default_factory=list)
+    problems: dict[str, Problem] = field(default_factory=dict)
+    repeated: Problem | None = None
+
+
+@dataclass
+class Problem:
+    """Rows with the same problem: how many, the places of the first ones, what the first one has, and what to do."""
+
+    kind: str
+    fix: str
+    first: str = ""
+    places: list[int] = field(default_factory=list)
+    count: int = 0
+
+    MOST = 5
+
+    def add(self, place: int, found: str = "") -> None:
+        if self.count == 0:
+            self.first = found
+        if self.count < self.MOST:
+            self.places.append(place)
+        self.count += 1
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"row {self.places[0]}: {self.kind}{f' ({self.first})' if self.first else ''} -> {self.fix}"
+        numbers = ", ".join(map(str, self.places)) + (", ..." if self.count > len(self.places) else "")
+        first = f"; row {self.places[0]}: {self.first}" if self.first else ""
+        return f"{self.count:,} rows: {self.kind} (rows {numbers}{first}) -> {self.fix}"
+
+
+class TableTask(Task):
+    """A task whose problems are rows with columns.
+
+    Args:
+        data: a file (`.jsonl`, `.jsonl.gz`, `.csv`, `.tsv`, `.parquet`), a folder with `<split>` files, a hub dataset (`owner/name`, or
+            `owner/name:configuration`), a list of mappings, a `datasets.Dataset`, a mapping of splits to either of them, or a function
+            that returns rows, called with "train" and "eval" if it has a parameter.
+        columns: the column of each role, `question`, `answer`, `options`, `solution`, `category`. `a.b` is a key of nested data, a text
+            with `{column}` in it a template, an empty text no column. Options may be several columns, separated by commas.
+        answer: how answers are read: `numeric`, `choice`, `exact`, `regex:PATTERN`, `json` or `math`; guessed if None.
+        feedback: fields of feedback by name, next to those of `structured_feedback`; a field of the same name is replaced, and left out
+            if it is "". Each is a template, or a function of row, response and verdict that returns text or None, and may be async. A
+            template whose columns are empty in a row gives no field.
+        eval_data: the held-out problems: a file, the name of a split, or rows; by default a split that is called so, or a fifth of the
+            problems by a fixed seed.
+        bad_rows: "refuse" raises an error that names the rows that cannot be used, "skip" leaves them out and logs how many.
+        format_instruction: tells the student how to write the answer; by default that of the kind.
+        name: in uids and logs; by default that of the file, the dataset or the function.
+        verify: a function of row and response that returns True, False, or a `Verdict`, and may be async; by default that of the kind.
+
+    Raises:
+        ValueError: an option has an invalid value. The data are read later, by `prepare` and `check`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        columns: Mapping[str, str] | None = None,
+        answer: str | None = None,
+        feedback: Mapping[str, Any] | None = None,
+        eval_data: Any = None,
+        bad_rows: str = "refuse",
+        format_instruction: str | None = None,
+        name: str | None = None,
+        verify: Callable[..., Any] | None = None,
+    ):
+        if unknown := sorted(set(columns or {}) - ROLES.keys()):
+            raise DataError(f"columns names {unknown[0]!r}: expected {', '.join(ROLES)}, each with the name of a column")
+        if bad_rows not in ("refuse", "skip"):
+            raise DataError(f"bad_rows is {bad_rows!r}: expected 'refuse' or 'skip'")
+        for role, spec in (columns or {}).items():
+            if not isinstance(spec, str):
+                raise DataError(f"columns {role} is {spec!r}: expected the name of a column, a text")
+        for field_name, value in (feedback or {}).items():
+            if not isinstance(value, str) and not callable(value):
+                raise DataError(f"feedback {field_name} is {value!r}: expected a text with columns in braces, or a function")
+            if field_name == "full" or not re.fullmatch(r"[\w.-]+", field_name):
+                raise DataError(
+                    f"feedback names a field {field_name!r}: expected letters, digits, '_', '-' and '.', and not 'full'"
+                )
+        if answer is not None and answer.partition(":")[0] not in KINDS:
+            load_kind(answer)  # raises
+        self.data, self.eval_data, self.answer, self.bad_rows = data, eval_data, answer, bad_rows
+        self.columns, self.fields, self.own_instruction = dict(columns or {}), dict(feedback or {}), format_instruction
+        self.source = (
+            Path(data).expanduser().resolve() if isinstance(data, str) else None
+        )  # a task may change the working directory
+        self.name = name or name_of(data)
+        self.verifier = verify
+        if verify is not None and inspect.iscoroutinefunction(verify):
+            self.verify = self._verify_async  # type: ignore[method-assign,assignment]
+        if any(inspect.iscoroutinefunction(value) for value in self.fields.values()):
+            self.feedback = self._feedback_async  # type: ignore[method-assign,assignment]
+        self.guesses: list[str] = []
+        self._prepared = False
+        self._scans: dict[str, Scan] = {}
+
+    # ---- What the data are ---------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Find splits, columns and the kind of answers from the first rows.
+
+        Raises:
+            DataError: they cannot be found, or are ambiguous.
+        """
+        if self._prepared:
+            return
+        self._openers = self._find_splits()
+        rows = self._open(self.train_split)
+        sample = self._sample(rows)
+        self.known_columns = list(dict.fromkeys(name for row in sample for name in names_in(row)))
+        where = rows.source
+        self.roles: dict[str, Any] = {}
+        for role in ROLES:
+            if (spec := self._column_of(role, where)) is not None:
+                self.roles[role] = spec
+        self.templates = {
+            name: Template(value, self.known_columns, f"feedback {name!r}") if value else None
+            for name, value in self.fields.items()
+            if isinstance(value, str)
+        }
+        self.kind, self.base = self._find_kind(sample, where)
+        self.type_name, self.answer_type, self.checker_mode = self.kind.type_name, self.kind.answer_type, self.kind.checker_mode
+        self.final_marker, self.format_instruction = self.kind.final_marker, self.kind.format_instruction
+        if self.verifier is not None:
+            self.type_name, self.checker_mode = "task", "verifier"
+            if self.answer is None:
+                self.answer_type, self.final_marker, self.format_instruction = "text", "", ""
+        if self.own_instruction is not None:
+            self.format_instruction = self.own_instruction
+        self._prepared = True
+        if self.guesses and process_rank() == 0:
+            logger.warning("%s: %s", where, "; ".join(self.guesses))
+
+    def _find_splits(self) -> dict[str, Callable[[], Rows]]:
+        """What opens each split; sets `train_split`, `eval_split` and `other_splits`."""
+        data, found = self.data, dict[str, Callable[[], Rows]]()
+        if isinstance(data, str):
+            found = self._find_files(data)
+        elif isinstance(data, Mapping):
+            found = {str(name): partial(rows_of, rows, f"{self.name}, split {str(name)!r}") for name, rows in data.items()}
+        elif callable(data):
+            takes_split = bool(inspect.signature(data).parameters)
+            names = ("train", "eval") if takes_split else ("all",)
+            found = {name: partial(self._call_rows, data, *([name] if takes_split else [])) for name in names}
+        else:
+            found = {"all": partial(rows_of, data, self.name)}
+        evaluation = self.eval_data
+        if isinstance(evaluation, str) and evaluation not in found and not is_data_file(evaluation):
+            splits = f"; the data have the splits {', '.join(found)}" if len(found) > 1 else ""
+            raise DataError(
+                f"eval_data is {evaluation!r}: expected a file (.jsonl, .csv, .parquet, ...) or the name of a split{splits}"
+            )
+        train = "train" if "train" in found else next(iter(found), "")
+        if not found or ("train" not in found and len(found) > 1):
+            raise DataError(
+                f"{self.name} has the splits {', '.join(found) or 'none'}, and none is called 'train': rename one, or name a file"
+            )
+        if evaluation is None:
+            self.eval_split = next((name for name in EVAL_SPLITS if name in found and name != train), train)
+            if len(found) > 1 and self.eval_split != train and not callable(data):
+                self.guesses.append(f"held-out problems are the split {self.eval_split!r} (--eval_data names another)")
+        elif isinstance(evaluation, str) and evaluation in found:
+            self.eval_split = evaluation
+        else:
+            self.eval_split = "eval" if "eval" not in found else "eval_data"
+            if isinstance(evaluation, str):
+                found[self.eval_split] = partial(open_rows, Path(evaluation).expanduser().resolve())
+            else:
+                found[self.eval_split] = partial(rows_of, evaluation, f"{self.name}, eval_data")
+        self.train_split = train
+        self.other_splits = tuple(name for name in found if name not in (train, self.eval_split))
+        return found
+
+    def _find_files(self, data: str) -> dict[str, Callable[[], Rows]]:
+        path = self.source
+        assert path is not None  # `data` is a text
+        if path.is_dir():
+            return {name: partial(open_rows, file) for name, file in folder_splits(path).items()}
+        if is_data_file(data):
+            if not path.is_file():
+                raise DataError(f"there is no file {path}")
+            return {"all": partial(open_rows, path)}
+        if path.exists() or not _HUB_NAME.fullmatch(data):
+            raise DataError(
+                f"{data}: expected .jsonl, .jsonl.gz, .csv, .tsv or .parquet, a folder of such files, or a hub dataset owner/name"
+            )
+        hub_id, _, config = data.partition(":")
+        return {name: partial(hub_rows, hub_id, config or None, name) for name in hub_splits(hub_id, config or None)}
+
+    def _call_rows(self, function: Callable[..., Any], *arguments: str) -> Rows:
+        from firedistill.tasks.guard import explained
+
+        with explained(f"{self.name}({', '.join(map(repr, arguments))})"):
+            return rows_of(list(function(*arguments)), self.name)
+
+    def _open(self, split: str) -> Rows:
+        if split not in self._scans:
+            self._scans[split] = Scan(self._openers[split]())
+        rows = self._scans[split].rows
+        if not len(rows):
+            raise DataError(f"{rows.source} has no rows")
+        return rows
+
+    def _sample(self, rows: Rows) -> list[Mapping[str, Any]]:
+        found = []
+        for index in range(min(len(rows), SAMPLE)):
+            try:
+                row = rows[index]
+            except DataError:
+                continue
+            if isinstance(row, Mapping):
+                found.append(row)
+        if not found:
+            raise DataError(f"{rows.source}: none of the first {min(len(rows), SAMPLE)} rows can be read; {self._reason(rows)}")
+        return found
+
+    @staticmethod
+    def _reason(rows: Rows) -> str:
+        try:
+            return f"row 1 is {kind_of(rows[0])}, expected a mapping of columns to values"
+        except DataError as error:
+            return f"{rows.where(0)}: {error}"
+
+    def _column_of(self, role: str, where: str) -> Any:
+        """The column, the template or the columns of a role; None if it has none."""
+        columns = self.known_columns
+        if role in self.columns:
+            spec = self.columns[role]
+            option = f"{where}: columns {role}={spec}"
+            if not spec:
+                return None
+            if "{" in spec and spec not in columns:
+                return Template(spec, columns, option)
+            names = [spec] if spec in columns or role != "options" else [name.strip() for name in spec.split(",")]
+            for name in names:
+                known(name, columns, option)
+            return names if len(names) > 1 else names[0]
+        found = [name for name in ROLES[role] if name in columns and name not in self.columns.values()]
+        if role == "answer" and not found:
+            found = [name for name in ROLES["solution"] if name in columns][:1]
+        if role == "solution" and (len(found) != 1 or found[0] == self.roles.get("answer")):
+            return None
+        if len(found) > 1:
+            raise DataError(
+                f"{where}: the {role} could be in the column {' or '.join(found)}: name it by --columns {role}={found[0]} (columns: "
+                f"{', '.join(columns)})"
+            )
+        if found:
+            self.guesses.append(f"{role} = column {found[0]!r}")
+            return found[0]
+        if role == "question" or (role == "answer" and self.verifier is None):
+            close = difflib.get_close_matches(role, columns, n=1)
+            hint = f" Did you mean --columns {role}={close[0]}?" if close else ""
+            raise DataError(
+                f"{where}: no column is known to hold the {role} ({', '.join(ROLES[role])}): name it by --columns {role}=COLUMN.{hint} "
+                f"The columns are: {', '.join(columns)}"
+            )
+        return None
+
+    def _find_kind(self, sample: Sequence[Mapping[str, Any]], where: str) -> tuple[Task, int | None]:
+        """The kind of answers, and the number of the first option where the golds number them."""
+        if self.answer is not None:
+            kind, base = load_kind(self.answer)
+            if isinstance(kind, ChoiceTask) and "options" not in self.roles:
+                raise DataError(
+                    f"{where}: answers are choices, and no column is known to hold the options (options, choices): name it by "
+                    f"--columns options=COLUMN, or several by options=A,B,C,D (columns: {', '.join(self.known_columns)})"
+                )
+        elif self.verifier is not None:
+            return load_kind("exact")
+        elif "options" in self.roles:
+            kind, base = load_kind("choice")
+            self.guesses.append("answers are read as choice (there are options)")
+        else:
+            kind, base = load_kind(self._numeric_or_exact(sample, where))
+        if isinstance(kind, ChoiceTask) and base is None:
+            base = self._first_number(sample, where)
+        return kind, base
+
+    def _numeric_or_exact(self, sample: Sequence[Mapping[str, Any]], where: str) -> str:
+        column, numeric, kind = self.roles["answer"], NumericTask(), list[bool]()
+        for row in sample:
+            value = self._value(row, "answer")
+            if value is None or value == "":
+                continue
+            try:
+                kind.append(bool(read_gold(numeric, value, str(column))[0]))
+            except BadRow:
+                kind.append(False)
+        share = sum(kind) / max(len(kind), 1)
+        counted = f"{sum(kind):,} of the first {len(kind):,} are numbers"
+        if LEAST_NUMERIC <= share < MOST_NUMERIC:
+            raise DataError(
+                f"{where}: {counted}, the others are not: say how answers are read by --answer numeric, exact, json or math"
+            )
+        chosen = "numeric" if share >= MOST_NUMERIC else "exact"
+        self.guesses.append(f"answers are read as {chosen} ({counted})")
+        return chosen
+
+    def _first_number(self, sample: Sequence[Mapping[str, Any]], where: str) -> int | None:
+        """0 or 1 if the golds are numbers of options, None if they are letters or texts."""
+        numbers, beyond = set(), False
+        for row in sample:
+            value = self._value(row, "answer")
+            text = str(value).strip()
+            if isinstance(value, bool) or not re.fullmatch(r"\d{1,2}", text):
+                continue
+            try:
+                labels, options = self._options(row)
+            except BadRow:
+                continue
+            if text not in labels and text not in options:
+                numbers.add(int(text))
+                beyond = beyond or int(text) == len(options)
+        if not numbers:
+            return None
+        if (0 in numbers) == beyond:
+            found = "0 and the number of options" if beyond else "neither 0 nor the number of options"
+            raise DataError(
+                f"{where}: answers are numbers of options, and {found} occur among the first {len(sample):,} rows: say what the first "
+                "option is called by --answer choice:0 or --answer choice:1"
+            )
+        self.guesses.append(f"answers number the options from {1 if beyond else 0}")
+        return 1 if beyond else 0
+
+    # ---- Rows ----------------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Read every row of the training and held-out data once.
+
+        Raises:
+            DataError: rows cannot be used and `bad_rows` is "refuse".
+        """
+        self.prepare()
+        for split in dict.fromkeys((self.train_split, self.eval_split)):
+            self.scan(split)
+
+    def scan(self, split: str, refuse: bool = True) -> Scan:
+        """Read every row of a published split, once.
+
+        Raises:
+            DataError: rows cannot be used, `bad_rows` is "refuse", and `refuse` is true.
+        """
+        self.prepare()
+        rows = self._open(split)
+        scan = self._scans[split]
+        if not scan.ranks and not scan.problems:
+            self._scan(scan)
+            if self.bad_rows == "skip" and process_rank() == 0:
+                for problem in scan.problems.values():
+                    logger.warning("%s: left out %s", rows.source, problem)
+            if scan.repeated is not None and process_rank() == 0:
+                logger.warning("%s: %s", rows.source, scan.repeated)
+        if scan.problems and self.bad_rows == "refuse" and refuse:
+            count = sum(problem.count for problem in scan.problems.values())
+            listed = "\n".join(map(str, scan.problems.values()))
+            raise DataError(
+                f"{rows.source}: {count:,} of {len(rows):,} rows cannot be used; correct them, or leave them out by --bad_rows skip\n"
+                f"{listed}"
+            )
+        if not scan.usable:
+            raise DataError(
+                f"{rows.source}: none of the {len(rows):,} rows can be used\n" + "\n".join(map(str, scan.problems.values()))
+            )
+        return scan
+
+    def _scan(self, scan: Scan) -> None:
+        rows, first, shown_at = scan.rows, dict[bytes, tuple[int, int]](), time.monotonic()
+        numbers = rows.numbers or range(1, len(rows) + 1)
+
+        def problem(place: int, error: BadRow) -> None:
+            found = scan.problems.setdefault(error.kind, Problem(error.kind, error.fix))
+            found.add(numbers[place], error.found)
+
+        for index in range(len(rows)):
+            if time.monotonic() - shown_at > PROGRESS_SECONDS and process_rank() == 0:
+                shown_at = time.monotonic()
+                logger.warning("%s: %s of %s rows read", rows.source, f"{index:,}", f"{len(rows):,}")
+            try:
+                row = rows[index]
+                if not isinstance(row, Mapping):
+                    raise BadRow("not a mapping of columns to values", "write every row as one", kind_of(row))
+                example = self.example(row, "")
+            except BadRow as error:
+                problem(index, error)
+                continue
+            except Exception as error:  # rows of Python objects may raise any
+                found = shortened(f"{type(error).__name__}: {error}")
+                problem(index, BadRow("it cannot be read", "correct it or remove the row", found))
+                continue
+            asked = "\n".join([example.question, *(f"{turn['role']}: {turn['content']}" for turn in example.history)])
+            rank, gold = digest(f"{self.division_seed}/{asked}"), hash(example.answer)
+            if rank not in first:
+                first[rank] = (index, gold)
+            elif first[rank][1] == gold or self.verifier is not None:
+                text = "the same question and answer as an earlier row; each counts"
+                scan.repeated = scan.repeated or Problem(text, "remove them if that is not meant")
+                scan.repeated.add(numbers[index], f"as row {numbers[first[rank][0]]}")
+            else:
+                fix = "correct one of the two or remove both"
+                problem(
+                    index,
+                    BadRow("the question of an earlier row with another answer", fix, f"see row {numbers[first[rank][0]]}"),
+                )
+                continue
+            scan.usable.append(index)
+            scan.ranks.append(rank)
+
+    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
+        """See `Task.examples`; every row of the split is checked first."""
+        if n is not None and n < 0:
+            raise ValueError(f"n must be at least 0, or None for all examples; got {n}")
+        if data_dir is not None:
+            raise ValueError(
+                f"data_dir is for the published datasets; {self.name} reads {self.source or 'what it was given'}: leave it out"
+            )
+        self.prepare()
+        published, part = self.resolve_split(split)
+        scan = self.scan(published)
+        indices: Sequence[int] = scan.usable
+        if part is not None:
+            held_out = self.held_out(scan.ranks)
+            indices = [i for i, rank in zip(scan.usable, scan.ranks, strict=True) if (rank in held_out) == (part == "eval")]
+        ordered = self.ordered(scan.rows, indices, seed)
+        return [self.example(scan.rows[index], f"{self.name}/{published}/{index}") for index in ordered[:n]]
+
+    def example(self, row: Mapping[str, Any], uid: str) -> Example:
+        """One row as an example.
+
+        Raises:
+            BadRow: it cannot be used.
+        """
+        question, history = self._question(row)
+        metadata: dict[str, Any] = {}
+        if self.verifier is not None or any(callable(value) for value in self.fields.values()):
+            metadata["row"] = row
+        feedback = []
+        for name, template in self.templates.items():
+            if template is not None and (text := template.fill(row)) is not None:
+                feedback.append(FeedbackField(name, text))
+        working = self._text(row, "solution")
+        if isinstance(self.kind, ChoiceTask):
+            labels, options = self._options(row)
+            answer = self._label(row, labels, options)
+            example = choice_example("", question, options, answer, working=working)
+            question, solution, letters = example.question, example.solution, example.labels
+        else:
+            options, letters = [], ()
+            answer = ""
+            accepted: tuple[str, ...] = ()
+            if self.verifier is not None and self.answer is None:
+                answer = shown(self._value(row, "answer")) or ""
+            elif "answer" in self.roles:
+                answer, before, accepted = read_gold(self.kind, self._value(row, "answer"), str(self.roles["answer"]))
+                working = working or before or None
+            if accepted:
+                metadata["accepted"] = accepted
+            solution = self._solution(working, answer) if self.verifier is None else working
+        return Example(
+            uid=uid,
+            question=question,
+            answer=answer,
+            labels=letters,
+            options=tuple(options),
+            solution=solution,
+            category=self._text(row, "category"),
+            metadata=metadata,
+            history=history,
+            feedback=tuple(feedback),
+        )
+
+    def _solution(self, working: str | None, answer: str) -> str | None:
+        """Gold working that ends with the final-answer line."""
+        shown_answer = f"\\boxed{{{answer}}}" if self.kind.answer_type == "expression" else answer
+        line = f"{self.final_marker} {shown_answer}" if self.final_marker else None
+        if working is None or line is None:
+            return working or line
+        last = working.rstrip().rpartition("\n")[2]
+        return working if last.startswith(self.final_marker) else f"{working}\n{line}"
+
+    def answer_cell(self, example: Example) -> str | None:
+        """What stands in the answer column of an example's row."""
+        split, _, index = example.uid.removeprefix(f"{self.name}/").rpartition("/")
+        return shown(self._value(self._scans[split].rows[int(index)], "answer"))
+
+    def _value(self, row: Mapping[str, Any], role: str) -> Any:
+        spec = self.roles.get(role)
+        if isinstance(spec, Template):
+            return spec.fill(row)
+        return None if spec is None else cell(row, spec)
+
+    def _text(self, row: Mapping[str, Any], role: str) -> str | None:
+        value = self._value(row, role)
+        if value is not None and not isinstance(value, str | int | float):
+            raise BadRow(
+                f"column {self.roles[role]!r} is not a text",
+                f"name another by --columns {role}=COLUMN, or none by {role}=",
+                kind_of(value),
+            )
+        return None if value is None else str(value).strip() or None
+
+    def _question(self, row: Mapping[str, Any]) -> tuple[str, tuple[Mapping[str, str], ...]]:
+        """The last message of the user, and the messages before it."""
+        spec, value = self.roles["question"], self._value(row, "question")
+        subject = "the question" if isinstance(spec, Template) else f"column {spec!r}"
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            turns = [self._turn(turn, subject) for turn in value]
+            if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+                role = turns[-1]["role"] if turns else "nothing"
+                raise BadRow(
+                    f"{subject} does not end with a message of the user",
+                    "end the messages with the question",
+                    f"it ends with {role}",
+                )
+            return turns[-1]["content"].strip(), tuple(turns[:-1])
+        if value is None or (isinstance(value, str) and not value.strip()):
+            missing = not isinstance(spec, Template) and spec.split(".")[0] not in row
+            found = f"the row has {', '.join(map(str, row))}" if missing else ""
+            raise BadRow(
+                f"{subject} is {'missing' if missing else 'empty'}", "fill it in or remove the row", shortened(found, 100)
+            )
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise BadRow(f"{subject} is not a text", "write a text, or a list of messages", kind_of(value))
+        return str(value).strip(), ()
+
+    @staticmethod
+    def _turn(turn: Any, subject: str) -> dict[str, str]:
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, Mapping) else (None, None)
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
+        ):
+            content = "".join(part["text"] for part in content)
+        if role not in ("system", "user", "assistant") or not isinstance(content, str):
+            fix = 'write {"role": "system", "user" or "assistant", "content": text}'
+            raise BadRow(f"{subject} holds something else than messages", fix, kind_of(turn))
+        return {"role": role, "content": content}
+
+    def _options(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """The published labels of the options, A, B, ... if there are none, and their texts."""
+        spec = self.roles["options"]
+        names = spec if isinstance(spec, list) else [spec]
+        subject = f"column {', '.join(names)!r}"
+        if len(names) > 1:
+            value: Any = [cell(row, name) for name in names]
+            while value and value[-1] in (None, ""):
+                value.pop()
+        else:
+            value = cell(row, names[0])
+        if isinstance(value, str) and value.lstrip().startswith(("[", "{")):  # a cell of a text file
+            with suppress(ValueError):
+                value = json.loads(value)
+        labels: Any = None
+        if isinstance(value, Mapping):
+            labels, value = (
+                (value["label"], value["text"]) if {"text", "label"} <= value.keys() else (list(value), list(value.values()))
+            )
+        fix = 'write a list of 2 to 26 texts: ["first", "second"]'
+        if not isinstance(value, list) or not 2 <= len(value) <= len(ascii_uppercase):
+            raise BadRow(f"{subject} is not a list of options", fix, kind_of(value))
+        texts = [shown(option) for option in value]
+        if None in texts or len(set(texts)) < len(texts):
+            raise BadRow(
+                f"{subject} has an option that is empty or occurs twice", "correct it or remove the row", kind_of(value)
+            )
+        options = [str(text) for text in texts]
+        bare = [_without_letter(option, letter) for option, letter in zip(options, ascii_uppercase, strict=False)]
+        options = options if None in bare else [str(option) for option in bare]
+        if labels is None or len(labels) != len(options):
+            labels = ascii_uppercase[: len(options)]
+        return [str(label) for label in labels], options
+
+    def _label(self, row: Mapping[str, Any], labels: Sequence[str], options: Sequence[str]) -> str:
+        """The letter of the gold option: its label, its text, or its number."""
+        value = self._value(row, "answer")
+        column = f"column {self.roles['answer']!r}"
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        text = "" if value is None else str(value).strip()
+        if not text:
+            raise BadRow(f"{column} is empty", "fill it in or remove the row")
+        by_label = [i for i, label in enumerate(labels) if label.casefold() == text.casefold()]
+        by_text = [i for i, option in enumerate(options) if option.casefold() == text.casefold()]
+        number = int(text) - self.base if self.base is not None and re.fullmatch(r"\d{1,2}", text) else None
+        if self.answer in ("choice:0", "choice:1"):
+            by_text = []
+        found = set(by_label) if by_label else {*by_text, *([number] if number is not None else [])}
+        if len(found) > 1:
+            fix = "say what the first option is called by --answer choice:0 or choice:1"
+            raise BadRow(f"{column} is the text of one option and the number of another", fix, kind_of(value))
+        if not found or not 0 <= min(found) < len(options):
+            raise BadRow(f"{column} is none of the options", "write the letter or the text of one", kind_of(value))
+        return ascii_uppercase[found.pop()]
+
+    # ---- Judgement and feedback ----------------------------------------------------------------------------------------------
+
+    def verify(self, example: Example, response: str) -> Verdict:
+        if self.verifier is None:
+            return self.kind.verify(example, response)
+        return self._verdict(self.verifier(example.metadata["row"], response), example)
+
+    async def _verify_async(self, example: Example, response: str) -> Verdict:
+        assert self.verifier is not None  # it is a coroutine function
+        return self._verdict(await self.verifier(example.metadata["row"], response), example)
+
+    @staticmethod
+    def _verdict(value: Any, example: Example) -> Any:
+        """A verdict; other values than those of a truth are left to the guard, which names them."""
+        from firedistill.tasks.guard import read_truth
+
+        if isinstance(value, Verdict):
+            return value
+        correct = read_truth(value, "its result")
+        return Verdict(correct, None, example.answer, well_formed=True, lenient_correct=correct)
+
+    def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+        given = {name: value(example.metadata["row"], response, verdict) for name, value in self._functions()}
+        return self._fields(example, response, verdict, given)
+
+    async def _feedback_async(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
+        given = {}
+        for name, value in self._functions():
+            result = value(example.metadata["row"], response, verdict)
+            given[name] = await result if inspect.isawaitable(result) else result
+        return self._fields(example, response, verdict, given)
+
+    def _functions(self) -> list[tuple[str, Callable[..., Any]]]:
+        return [(name, value) for name, value in self.fields.items() if callable(value)]
+
+    def _fields(self, example: Example, response: str, verdict: Verdict, given: Mapping[str, Any]) -> tuple[FeedbackField, ...]:
+        """The standard fields, with those of the data and of functions in their place or after them."""
+        fields = {found.name: found for found in structured_feedback(self, example, response, verdict)}
+        texts = {**{found.name: found.text for found in example.feedback}, **given}
+        for name in self.fields:
+            if texts.get(name) is None:
+                fields.pop(name, None)
+            else:
+                fields[name] = FeedbackField(name, texts[name])
+        return tuple(fields.values())
+
+
+def _without_letter(option: str, letter: str) -> str | None:
+    """`A) 21`, `A. 21`, `(A) 21` or `A: 21` as `21`; None if the option does not begin so."""
+    mark = _LETTERED.match(option)
+    return option[mark.end() :] if mark and mark[1] == letter and mark.end() < len(option) else None
+
+
+def name_of(data: Any) -> str:
+    """The name of a task from that of its data."""
+    if isinstance(data, str):
+        name = Path(data).name
+        for suffix in (".gz", ".jsonl", ".csv", ".tsv", ".parquet"):
+            name = name.removesuffix(suffix)
+        return name.partition(":")[0] or "data"
+    return getattr(data, "__name__", "data")
+
+
+def names_data(name: str) -> bool:
+    """Whether the name of a task is that of data: a file, a folder, or a hub dataset."""
+    return is_data_file(name) or "/" in name or (name != "" and Path(name).exists())

@@ -1,0 +1,725 @@
+"""Data without code: reading, splits, bad rows, kinds of answers, feedback templates, the `data` command, `@task`, async methods."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import importlib.util
+import json
+import logging
+import random
+import threading
+import time
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from firedistill import Example, FeedbackField, Task, Verdict, load_task, task
+from firedistill.cli.main import main
+from firedistill.models.lora import add_lora
+from firedistill.objectives import load_objective
+from firedistill.prompts import PromptEncoder, TokenBudget, student_messages, teacher_messages
+from firedistill.recipes import OptionError, parse_overrides
+from firedistill.rollout import Response, Sampling
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.sampler import Sampler, fitting_prompts
+from firedistill.run.identity import data_fingerprint
+from firedistill.step import select_rollouts
+from firedistill.tasks import DataError, TableTask
+from firedistill.tasks.coroutines import Loop
+from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.teacher import Teacher
+from tiny import ToyTask, byte_tokenizer, random_model, run_trainer, save_checkpoint
+
+ROWS = [{"question": f"What is {n} + {n}?", "answer": 2 * n, "hint": f"Double {n}."} for n in range(20)]
+
+
+def write_jsonl(path: Path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def both(found: TableTask) -> list[Example]:
+    """All examples, in the order of the rows."""
+    examples = {e.uid: e for split in ("train", "eval") for e in found.examples(split)}
+    return [examples[uid] for uid in sorted(examples, key=lambda uid: (uid.rpartition("/")[0], int(uid.rpartition("/")[2])))]
+
+
+def contents(examples):
+    return {(e.question, e.answer, e.feedback) for e in examples}
+
+
+# Files
+
+
+def write_as(kind: str, folder: Path) -> str:
+    path = folder / f"my.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    elif kind == "jsonl":
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(map(json.dumps, ROWS)).encode())
+    else:
+        mark = "\t" if kind == "tsv" else ";" if kind == "semicolon.csv" else ","
+        lines = [mark.join(map(str, row.values())) for row in [{"q": "question", "a": "answer", "h": "hint"}, *ROWS]]
+        path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "semicolon.csv", "tsv", "parquet"])
+def test_every_kind_of_file_gives_the_same_split(kind, tmp_path):
+    options = {"feedback": {"hint": "Hint: {hint}"}}
+    found, expected = load_task(write_as(kind, tmp_path), **options), load_task(ROWS, **options)
+    for split, count in (("train", 16), ("eval", 4)):
+        assert contents(found.examples(split)) == contents(expected.examples(split))
+        assert len(found.examples(split)) == count
+    assert both(found)[3].uid == f"{found.name}/all/3"
+
+
+def test_the_split_does_not_depend_on_seed_or_order_of_rows_and_keeps_repeated_questions_together(caplog):
+    rows = [*ROWS, *ROWS[:7]]
+    held_out = contents(load_task(rows).examples("eval"))
+    assert len(held_out) == 4
+    random.Random(1).shuffle(rows)
+    found = load_task(rows)
+    assert contents(found.examples("eval", seed=5)) == held_out
+    assert not contents(found.examples("train")) & held_out
+    assert "7 rows: the same question and answer as an earlier row" in caplog.text
+
+
+def test_a_data_set_gives_the_rows_that_a_list_gives():
+    data = datasets.Dataset.from_list(ROWS).shuffle(seed=1).select(range(15))
+    assert contents(both(load_task(data))) == contents(both(load_task(list(data))))
+    divided = datasets.DatasetDict({"train": data, "validation": datasets.Dataset.from_list(ROWS[:2])})
+    assert len(load_task(divided).examples("train")) == 15
+    assert contents(load_task(divided).examples("eval")) == contents(both(load_task(ROWS[:2])))
+    with pytest.raises(DataError, match="not a streaming one"):
+        load_task(data.to_iterable_dataset()).examples("train")
+
+
+def test_a_folder_has_splits(tmp_path, caplog):
+    for name, rows in (("train", ROWS[:10]), ("validation", ROWS[10:13]), ("test", ROWS[13:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    found = load_task(str(tmp_path))
+    assert [len(found.examples(split)) for split in ("train", "eval", "validation", "test")] == [10, 3, 3, 7]
+    assert "held-out problems are the split 'validation'" in caplog.text
+    assert len(load_task(str(tmp_path), eval_data="test").examples("eval")) == 7
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS[:2])
+    assert len(load_task(str(tmp_path / "train.jsonl"), eval_data=other).examples("eval")) == 2
+    assert len(load_task(str(tmp_path / "train.jsonl"), eval_data=other).examples("train")) == 10
+    with pytest.raises(
+        DataError, match="eval_data is 'tset': expected a file .* or the name of a split; the data have the splits"
+    ):
+        load_task(str(tmp_path), eval_data="tset")
+    (tmp_path / "train.jsonl").rename(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match="none is called 'train'"):
+        load_task(str(tmp_path))
+
+
+def test_a_hub_data_set_is_read_split_by_split(monkeypatch):
+    asked = []
+
+    def load(hub_id, **request):
+        asked.append((hub_id, request["name"], request["split"]))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda hub_id, config: ["train", "test"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    found = load_task("somebody/sums:main")
+    assert len(found.examples("eval")) == len(found.examples("train")) == 20
+    assert asked == [("somebody/sums", "main", "train"), ("somebody/sums", "main", "test")]
+
+    def fails(*arguments):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", fails)
+    with pytest.raises(DataError, match="'somebody/sums' on the Hugging Face hub .ConnectionError: no route"):
+        load_task("somebody/sums")
+
+
+def test_published_tasks_are_not_shadowed_by_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("arithmetic", "gsm8k"):
+        (tmp_path / name).mkdir()
+        assert not isinstance(load_task(name), TableTask)
+    with pytest.raises(ValueError, match="answer is set, but the task 'gsm8k' says itself"):
+        load_task("gsm8k", answer="exact")
+
+
+# Rows that cannot be used
+
+BAD = {
+    "not JSON": b'{"question": "?", "answer": ',
+    "not a JSON object": b"[1, 2]",
+    "not text in UTF-8": b'{"question": "\xe9", "answer": 1}',
+    "column 'question' is missing": b'{"qestion": "?", "answer": 1}',
+    "column 'question' is empty": b'{"question": " ", "answer": 1}',
+    "column 'question' is not a text": b'{"question": {"a": 1}, "answer": 1}',
+    "column 'answer' is empty": b'{"question": "?", "answer": null}',
+    "column 'answer' is not a number": b'{"question": "?", "answer": "none"}',
+    "column 'answer' is not one answer": b'{"question": "?", "answer": [1, 2]}',
+    "the question of an earlier row with another answer": b'{"question": "What is 1 + 1?", "answer": 3}',
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_row_is_named_or_left_out(kind, tmp_path, caplog):
+    path = tmp_path / "my.jsonl"
+    lines = [json.dumps(row).encode() for row in ROWS]
+    path.write_bytes(b"\r\n".join([*lines[:4], b"", BAD[kind], *lines[4:], BAD[kind]]))
+    with pytest.raises(DataError) as error:
+        load_task(str(path)).check()
+    assert "2 of 22 rows cannot be used" in str(error.value) and "--bad_rows skip" in str(error.value)
+    assert f"2 rows: {kind} (rows 6, 23" in str(error.value) and " -> " in str(error.value)
+    found = load_task(str(path), bad_rows="skip")
+    assert contents(both(found)) == contents(both(load_task(ROWS)))
+    assert f"left out 2 rows: {kind}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (
+            'question,answer\nfoo,1\nbar,2,3\n"a ""b"" c",3\n',
+            r"row 3: another number of cells than the first line \(3 instead of 2\)",
+        ),
+        ('question,answer\nfoo,1\n"two\nlines",x\nbar,4\n', "row 3: column 'answer' is not a number"),
+        ('question,answer\nfoo,1\n"bar,2\nbaz,3\n', "row 3: unexpected end of data; a quotation mark"),
+        ('question,answer\nfoo,1\n"a "b" c",3\n', "row 3: ',' expected after"),
+        ("question,question\nfoo,1\n", "each by a name of its own"),
+        ("question,answer\n", "has no rows"),
+        ("", "must name the columns"),
+    ],
+)
+def test_a_bad_text_file_is_named_by_line(text, match, tmp_path):
+    (tmp_path / "my.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=match):
+        load_task(str(tmp_path / "my.csv"), answer="numeric").check()
+
+
+@pytest.mark.parametrize("name", ["my.csv", "my.jsonl", "my.parquet", "my.jsonl.gz"])
+def test_no_bytes_end_in_another_error(name, tmp_path):
+    draw = random.Random(0)
+    for _ in range(60):
+        good = gzip.compress(json.dumps(ROWS[0]).encode()) if name.endswith("gz") else json.dumps(ROWS[0]).encode()
+        content = bytearray(good * draw.randint(0, 2) + draw.randbytes(draw.randint(0, 40)))
+        draw.shuffle(content) if draw.random() < 0.2 else None
+        (tmp_path / name).write_bytes(content)
+        try:
+            load_task(str(tmp_path / name)).check()
+        except DataError as error:
+            assert str(tmp_path) in str(error)
+
+
+# Columns
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "match"),
+    [
+        (
+            {"question": "?", "prompt": "?", "answer": 1},
+            {},
+            "the question could be in the column question or prompt: name it by",
+        ),
+        ({"question": "?", "answer": 1, "label": 1}, {}, "the answer could be in the column answer or label"),
+        (
+            {"qestion": "?", "answer": 1},
+            {},
+            "no column is known to hold the question .*Did you mean --columns question=qestion",
+        ),
+        ({"question": "?", "result": 1}, {}, "no column is known to hold the answer .*The columns are: question, result"),
+        ({"question": "?", "answer": 1}, {"columns": {"question": "qestion"}}, "no column 'qestion'; did you mean 'question'"),
+        (
+            {"question": "?", "answer": 1},
+            {"columns": {"qestion": "question"}},
+            "columns names 'qestion': expected question, answer",
+        ),
+        ({"question": "?", "answer": 1}, {"answer": "choice"}, "no column is known to hold the options"),
+        ({"question": "?", "answer": 1}, {"answer": "number"}, "answer is 'number': expected numeric, choice"),
+        ({"question": "?", "answer": 1}, {"answer": "regex"}, "expected the pattern after a colon"),
+        ({"question": "?", "answer": 1}, {"answer": "regex:("}, "not a regular expression"),
+        ({"question": "?", "answer": 1}, {"bad_rows": "drop"}, "bad_rows is 'drop': expected 'refuse' or 'skip'"),
+        ({"question": "?", "answer": 1}, {"feedback": {"full": "?"}}, "feedback names a field 'full'"),
+        ({"question": "?", "answer": 1}, {"feedback": {"x": 1}}, "feedback x is 1: expected a text"),
+        ({"question": "?", "answer": 1}, {"columns": {"answer": 1}}, "columns answer is 1: expected the name"),
+        ({"question": "?", "answer": 1}, {"eval_data": "test"}, "eval_data is 'test'"),
+    ],
+)
+def test_what_cannot_be_guessed_is_asked_for(row, options, match):
+    with pytest.raises(ValueError, match=match):
+        load_task([row], **options).prepare()
+
+
+def test_numbers_and_texts_in_equal_parts_are_not_guessed():
+    rows = [{"question": str(n), "answer": n if n % 3 else f"t{n}"} for n in range(12)]
+    with pytest.raises(
+        DataError, match="8 of the first 12 are numbers, the others are not: say how answers are read by --answer"
+    ):
+        load_task(rows).prepare()
+    assert {e.answer for e in both(load_task(rows, answer="exact"))} >= {"1", "t3"}
+    assert load_task([{"question": str(n), "answer": f"t{n}"} for n in range(12)]).examples("train")[0].answer.startswith("t")
+
+
+def test_nested_columns_and_templates():
+    rows = [{"task": {"text": f"q{n}", "input": "x"}, "reward": {"truth": [n]}} for n in range(5)]
+    found = load_task(rows, columns={"question": "{task.text} {{{task.input}}}", "answer": "reward.truth"})
+    assert both(found)[2].question == "q2 {x}" and both(found)[2].answer == "2"
+
+
+def test_messages_keep_their_turns():
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+    ]
+    rows = [{"messages": [*turns, {"role": "user", "content": f"{n} + 1?"}], "answer": n + 1} for n in range(5)]
+    found = load_task(rows)
+    one = both(found)[0]
+    assert one.question == "0 + 1?" and list(one.history) == turns
+    student, teacher = student_messages(found, one), teacher_messages(found, one, ())
+    assert student[:3] == teacher[:3] == turns and [message["role"] for message in student] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+    assert student[3]["content"].endswith("0 + 1?") and "Structured feedback context" in teacher[3]["content"]
+    ids = PromptEncoder(byte_tokenizer()).encode([*student[:3], {"role": "user", "content": "<|im_end|>"}])
+    assert ids.count(2) == 4  # one end of turn per message: none from the content
+    for wrong in ([*turns], [{"role": "tool", "content": "?"}], [], [{"role": "user", "content": [{"type": "image"}]}]):
+        with pytest.raises(DataError, match="row 6: column 'messages'"):
+            load_task([*rows, {"messages": wrong, "answer": 1}]).check()
+
+
+# Kinds of answers
+
+CHOICES = [
+    ("letter", {"choices": ["x", "y", "z"], "answer": "b"}, {}),
+    ("text", {"choices": ["x", "y", "z"], "answer": "Y"}, {}),
+    ("number from 0", {"choices": ["x", "y", "z"], "answer": 1}, {"answer": "choice:0"}),
+    ("number from 1", {"choices": ["x", "y", "z"], "answer": "2"}, {"answer": "choice:1"}),
+    ("labels", {"choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answer": "2"}, {}),
+    ("mapping", {"options": {"A": "x", "B": "y"}, "answer": "B"}, {}),
+    ("lettered", {"options": ["A) x", "B) y"], "answer": "B"}, {}),
+    ("columns", {"o1": "x", "o2": "y", "o3": None, "answer": "B"}, {"columns": {"options": "o1,o2,o3"}}),
+    ("JSON in a cell", {"options": '["x", "y"]', "answer": "B"}, {}),
+]
+
+
+@pytest.mark.parametrize(("row", "options"), [case[1:] for case in CHOICES], ids=[case[0] for case in CHOICES])
+def test_options_in_every_form(row, options):
+    found = load_task([{"question": "Which?", **row}, {"question": "Other?", **row}], **options)
+    one = both(found)[0]
+    assert one.question.startswith("Which?\n\nChoices:\nA. x\nB. y") and one.answer == "B" and one.solution == "Answer: B"
+    assert found.verify(one, "Answer: B").correct and not found.verify(one, "Answer: A").correct
+
+
+@pytest.mark.parametrize(
+    ("numbers", "first"),
+    [([0, 1, 2], "A"), ([1, 2, 3], "A"), ([1, 2, 1], None), ([0, 1, 3], None)],
+    ids=["0", "1", "open", "both"],
+)
+def test_numbers_of_options_start_where_the_rows_say(numbers, first):
+    rows = [{"question": f"q{n}", "choices": ["x", "y", "z"], "answer": n} for n in numbers]
+    if first is None:
+        with pytest.raises(DataError, match="say what the first option is called by --answer choice:0 or"):
+            load_task(rows).prepare()
+    else:
+        assert [e.answer for e in both(load_task(rows))] == ["A", "B", "C"]
+
+
+def test_a_number_that_is_also_the_text_of_an_option_is_refused():
+    rows = [{"question": f"q{n}", "choices": ["5", "6", "1"], "answer": n} for n in (0, 1, 2)]
+    with pytest.raises(DataError, match="the text of one option and the number of another"):
+        load_task(rows).check()
+    assert [e.answer for e in both(load_task(rows, answer="choice:0"))] == ["A", "B", "C"]
+
+
+VERDICTS = [
+    ("numeric", "1,200", "#### 1200", True),
+    ("numeric", "Some working.\n#### 72", "#### 72", True),
+    ("numeric", 3.5, "#### 7/2", True),
+    ("exact", "Paris", "Answer: **paris**.", True),
+    ("exact", ["Paris", "City of Light"], "It is\nAnswer: city of  light", True),
+    ("exact", "Paris", "Paris", False),
+    ("exact", True, "Answer: True", True),
+    ("exact", "snake_case", "Answer: snake case", False),
+    (r"regex:total = (\d+)", 7, "total = 6, so total = 7", True),
+    (r"regex:total = (\d+)", 7, "7", False),
+    ("json", {"a": 1, "b": [True]}, 'Answer: {"b": [true], "a": 1.0}', True),
+    ("json", '{"a": 1}', 'Answer:\n```json\n{"a": 1}\n```', True),
+    ("json", {"a": 1}, 'Answer: {"a": true}', False),
+    ("json", {"a": 1}, "Answer: " + "[" * 100_000, False),
+    ("json", 1, "Answer: NaN", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "gold", "response", "right"), VERDICTS, ids=range(len(VERDICTS)))
+def test_verdicts_of_every_kind(answer, gold, response, right):
+    found = load_task([{"question": "?", "answer": gold}, {"question": "!", "answer": gold}], answer=answer)
+    (one,) = found.examples("train", 1)
+    assert found.verify(one, response).correct is right
+    assert one.solution is None or found.verify(one, one.solution).correct
+    for text in ("", "Answer:", "####", "\x00", "Answer: " + "9" * 5000):
+        assert not found.verify(one, text).correct
+
+
+def test_golds_that_are_not_of_their_kind_are_bad_rows():
+    for answer, gold in (("json", "{"), ("numeric", "11:30"), ("exact", {"a": 1}), ("exact", []), ("numeric", float("nan"))):
+        with pytest.raises(DataError, match="row 2: column 'answer'"):
+            load_task([{"question": "?", "answer": 1}, {"question": "!", "answer": gold}], answer=answer).check()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the extra [math]")
+def test_math_is_compared_in_a_process_of_its_own(tmp_path):
+    found = load_task([{"problem": f"p{n}", "solution": "So \\boxed{\\frac{1}{2}}."} for n in range(5)], answer="math")
+    (one,) = found.examples("train", 1)
+    assert one.answer == "\\frac{1}{2}" and found.verify(one, one.solution).correct
+    for right in ("Answer: \\boxed{\\frac12}", "Answer: $0.5$", "Answer: \\boxed{\\frac{2}{4}}", "Answer: 50\\%"):
+        assert found.verify(one, right).correct, right
+    proof = tmp_path / "proof"
+    code = f"__import__('pathlib').Path('{proof}').touch()"
+    for wrong in (
+        "Answer: 1/3",
+        "Answer:",
+        f"Answer: {code}",
+        f"Answer: \\boxed{{{code}}}",
+        f"Answer: x_{{{code}}}",
+        "\\boxed{" * 9999,
+    ):
+        assert not found.verify(one, wrong).correct
+    assert not proof.exists()
+    assert found.verify(one, "so \\boxed{1/2}").lenient_correct and not found.verify(one, "so \\boxed{1/2}").correct
+    guarded = GuardedTask(found, seconds=20.0)
+    assert not guarded.verify(one, "Answer: 9^{9^{9^{9}}}").failed  # the comparison has its own limit
+    assert guarded.verify(one, "Answer: 1/2").correct  # by a new process
+    found.kind.scorer.close()
+
+
+def test_math_names_its_extra(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else find_spec(name))
+    with pytest.raises(ImportError, match=r"pip install 'firedistill\[math\]'"):
+        load_task(ROWS, answer="math").prepare()
+
+
+# Feedback
+
+
+def test_fields_are_added_replaced_and_left_out():
+    rows = [dict(row, hint=None) if n == 0 else row for n, row in enumerate(ROWS)]
+    options = {"hint": "Hint: {hint} {{}}", "parser": "", "format": "As {answer}."}
+    found = load_task(rows, feedback=options)
+    first, second = both(found)[:2]
+    fields = {e.uid: found.feedback(e, "#### 0", found.verify(e, "#### 0")) for e in (first, second)}
+    assert [f.name for f in fields[second.uid]] == ["verifier", "provenance", "format", "hint"]
+    assert fields[second.uid][2:] == (FeedbackField("format", "As 2."), FeedbackField("hint", "Hint: Double 1. {}"))
+    assert [f.name for f in fields[first.uid]] == ["verifier", "provenance", "format"]  # its hint is null
+    assert data_fingerprint(both(found)) != data_fingerprint(both(load_task(rows)))
+
+
+@pytest.mark.parametrize(
+    "text", ["{hint.__class__}", "{hint!r}", "{hint:>10}", "{hint[0]}", "{}", "{0}", "{", "}", "{{hint}", "{hnt}"]
+)
+def test_templates_have_columns_in_braces_and_nothing_else(text):
+    with pytest.raises(DataError, match="feedback 'x': "):
+        load_task(ROWS, feedback={"x": text}).prepare()
+
+
+def test_braces_in_the_data_are_data():
+    rows = [{"question": "?", "answer": 1, "hint": "{answer} {{ {0.__class__} }}"}]
+    (one,) = load_task(rows, feedback={"hint": "{hint}"}, eval_data=ROWS).examples("train")
+    assert one.feedback == (FeedbackField("hint", "{answer} {{ {0.__class__} }}"),)
+
+
+# Options and commands
+
+
+def test_options_of_mappings_take_several_words():
+    found = parse_overrides(["--columns", "question=prompt", "answer=a.b", "--feedback", "hint={hint}", "x=a=b", "--seed", "1"])
+    assert found == {
+        "columns": {"question": "prompt", "answer": "a.b"},
+        "feedback": {"hint": "{hint}", "x": "a=b"},
+        "seed": "1",
+    }
+    assert parse_overrides(["--columns={}", "--feedback.hint", "h"]) == {"columns": "{}", "feedback.hint": "h"}
+    for wrong, match in ((["question"], "expected NAME=VALUE"), (["a=b", "a=c"], "names 'a' twice")):
+        with pytest.raises(OptionError, match=match):
+            parse_overrides(["--columns", *wrong])
+
+
+def test_the_data_command_shows_rows_and_finds_faults(tmp_path, monkeypatch, capsys, caplog):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "my.jsonl", ROWS)
+    assert main(["data", "my.jsonl", "--rows", "1", "--feedback", "hint=Think: {hint}"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "question = question",
+        "20 of the first 20 are numbers",
+        "train 16",
+        "What is 0 + 0?",
+        "Think: Double 0.",
+        "[Context block 5]",
+    ):
+        assert part in out, part
+    assert caplog.text == ""  # the report says it all
+    assert main(["data", "my.jsonl", "--rows", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["problems"] == [] and [row["answer"] for row in report["rows"]] == ["0", "2"]
+    judged = {item["response"]: item["verdict"] for item in report["rows"][1]["judged"]}
+    assert judged["#### 2"] == "right" and judged["#### 3"] == judged[""] == "wrong"
+    assert judged["#### 2 or 3"] == "wrong (right answer, wrong form)"
+    write_jsonl(tmp_path / "my.jsonl", [*ROWS, {"question": "?", "answer": ""}])
+    assert main(["data", "my.jsonl"]) == 2
+    assert "row 21: column 'answer' is empty -> fill it in" in capsys.readouterr().out
+    assert main(["data", "my.jsonl", "--bad_rows", "skip", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left_out"] == 1
+    for line, match in (
+        ("data", "name the data"),
+        ("data none.jsonl", "there is no file"),
+        ("data my.jsonl --data_dir .", "data_dir is for the published datasets"),
+        ("train my.jsonl", "is data and not a recipe: train on it by --task my.jsonl"),
+        ("train --model lab --task my.jsonl", "1 of 21 rows cannot be used"),
+    ):
+        assert main(line.split()) == 2
+        assert match in capsys.readouterr().err
+    assert main(["data", "arithmetic:easy", "--rows", "1", "--train_size", "5", "--eval_size", "5"]) == 0
+
+
+def test_a_run_on_a_file_is_evaluated_and_resumed_with_its_columns(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(
+        tmp_path / "my.jsonl", [{"prompt": row["question"], "result": row["answer"], "hint": row["hint"]} for row in ROWS]
+    )
+    line = "train --task my.jsonl --columns question=prompt answer=result --feedback hint={hint} --max_steps 2 --eval_size 2"
+    line += f" --model {save_checkpoint(tmp_path / 'base')} --model_dtype float32 --max_new_tokens 4 --use_cpu --save_steps 1"
+    line += " --warmup_steps 1 --per_device_train_batch_size 2 --gradient_checkpointing false"
+    assert main(line.split()) == 0, capsys.readouterr().err
+    run = "runs/my.jsonl-fire-seed0"
+    assert main(["eval", run]) == 0 and main([*line.split(), "--max_steps=2"][:-1]) == 0
+    write_jsonl(tmp_path / "my.jsonl", [{"prompt": row["question"], "result": row["answer"], "hint": "Other."} for row in ROWS])
+    capsys.readouterr()
+    assert main(line.split()) == 2
+    assert "train_data was" in capsys.readouterr().err  # the hints are part of the data
+
+
+# Python
+
+
+def test_functions_that_return_rows():
+    @task(answer="numeric")
+    def sums():
+        yield from ROWS
+
+    assert [len(sums.examples(split)) for split in ("train", "eval")] == [16, 4] and sums.name == "sums"
+
+    @task(columns={"question": "q", "answer": "a"})
+    def words(split):
+        return [{"q": f"{split} {n}", "a": "x"} for n in range(3)]
+
+    assert [e.question.split()[0] for e in words.examples("eval")] == ["eval"] * 3
+
+    @task()
+    def broken():
+        raise KeyError("no")
+
+    with pytest.raises(TaskFault, match="broken.. raised KeyError"):
+        broken.prepare()
+
+
+def test_a_verifier_is_a_function():
+    @task(ROWS, feedback={"length": lambda row, response, verdict: f"{len(response)} characters, {row['hint']}", "parser": ""})
+    def even(row, response):
+        return len(response) % 2 == 0 if response != "?" else "perhaps"
+
+    one = even.examples("train", 1)[0]
+    assert even.verify(one, "ab").correct and not even.verify(one, "a").correct
+    guarded = GuardedTask(even)
+    assert guarded.verify(one, "?").failed
+    names = {field.name: field.text for field in guarded.feedback(one, "abc", even.verify(one, "abc"))}
+    assert list(names) == ["verifier", "provenance", "format", "length"] and names["length"].startswith("3 characters, Double")
+    assert task([{"question": "No gold."}])(lambda row, response: True).examples("train")[0].answer == ""
+
+
+def test_files_and_modules_name_tasks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "helper_of_mine.py").write_text(
+        "ROWS = [{'question': str(n), 'answer': n} for n in range(5)]\n", encoding="utf-8"
+    )
+    source = "from firedistill import task\nfrom helper_of_mine import ROWS\n\n@task(answer='numeric')\ndef mine():\n    return ROWS\n"
+    (tmp_path / "json.py").write_text(source, encoding="utf-8")  # hides no module of Python
+    for name in ("./json.py:mine", f"{tmp_path}/json.py:mine"):
+        assert len(load_task(name).examples("train")) == 4
+    for name, match in (("./none.py:mine", "there is no file"), ("./json.py:yours", "has no yours")):
+        with pytest.raises(ValueError, match=match):
+            load_task(name)
+    with pytest.raises(ValueError, match="columns is set, but the task"):
+        load_task("./json.py:mine", columns={"question": "q"})
+
+
+def test_objects_are_recorded_as_such(tmp_path, capsys):
+    checkpoint = save_checkpoint(tmp_path / "base")
+    named = run_trainer(checkpoint, tmp_path / "a")
+    assert named.args.task == "tiny:ToyTask"  # the object is what the name stands for
+    with pytest.raises(ValueError, match="answer, bad_rows: a task that is a ToyTask says itself"):
+        run_trainer(checkpoint, tmp_path / "c", answer="exact", bad_rows="skip")
+    other = run_trainer(checkpoint, tmp_path / "b", task=ROWS, answer="exact", eval_size=2, max_steps=1)
+    assert other.args.task == "object:list" and other.args.model == checkpoint
+    other.train()
+    assert main(["eval", str(tmp_path / "b")]) == 2
+    assert "the task of this run was a Python object (list)" in capsys.readouterr().err
+
+
+# Async methods
+
+
+class Slow(ToyTask):
+    """Verdicts and feedback that wait; counts how many do at the same time."""
+
+    def __init__(self, seconds: float = 0.05):
+        self.seconds, self.running, self.most, self.events = seconds, 0, 0, []
+
+    async def wait(self, what):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.events.append(what)
+        await asyncio.sleep(self.seconds)
+        self.running -= 1
+
+    async def verify(self, example, response):
+        await self.wait("verify")
+        return ToyTask.verify(self, example, response)
+
+    async def feedback(self, example, response, verdict):
+        await self.wait("feedback")
+        return ToyTask.feedback(self, example, response, verdict)
+
+
+def sampled(found: Task, batch_size: int = 4):
+    model, tokenizer = random_model(), byte_tokenizer()
+    encoder, sampling, budget = PromptEncoder(tokenizer), Sampling(temperature=1.0, max_new_tokens=9), TokenBudget()
+    engine = HFRolloutEngine(model, tokenizer, batch_size=batch_size)
+    prompts, _ = fitting_prompts(found, encoder, ToyTask().examples("train", 12), sampling, budget)
+    return engine, Sampler(engine, found, encoder, sampling, budget, seed=3), prompts
+
+
+def outcome(rollouts):
+    return [(r.example.uid, r.response.token_ids, r.verdict) for r in rollouts]
+
+
+def test_async_methods_run_at_the_same_time_with_the_results_of_plain_ones():
+    slow = Slow()
+    guarded = [GuardedTask(found, 5.0) for found in (slow, ToyTask())]
+    rollouts = [sampler.student(prompts) for _, sampler, prompts in map(sampled, guarded)]
+    assert outcome(rollouts[0]) == outcome(rollouts[1]) and slow.most > 1
+    slow.most = 0
+    model = add_lora(random_model(), r=2, alpha=4)
+    encoder = PromptEncoder(byte_tokenizer())
+    selected = []
+    for found in guarded:
+        teacher = Teacher(model, found, encoder)
+        selected.append(select_rollouts(rollouts[0], load_objective("fire", {}), teacher, TokenBudget()))
+    assert slow.most > 1
+    assert [r.feedback for r in selected[0].rollouts] == [r.feedback for r in selected[1].rollouts]
+
+
+def test_verdicts_begin_while_others_are_sampled(monkeypatch):
+    slow = Slow(0.0)
+    engine, sampler, prompts = sampled(GuardedTask(slow, 5.0))
+    decode = HFRolloutEngine._decode_batch
+
+    def watched(self, *arguments):
+        if slow.events:
+            time.sleep(0.05)  # the loop has time to run
+        slow.events.append("batch")
+        return decode(self, *arguments)
+
+    monkeypatch.setattr(HFRolloutEngine, "_decode_batch", watched)
+    sampler.student(prompts)
+    last = len(slow.events) - 1 - slow.events[::-1].index("batch")
+    assert slow.events.count("batch") == 3 and "verify" in slow.events[:last]
+    assert engine.on_response is None
+    engine, sampler, prompts = sampled(GuardedTask(ToyTask(), 5.0))
+    monkeypatch.setattr(HFRolloutEngine, "_response", lambda self, ids: Response(ids, "x", True))
+    plain = sampler.student(prompts)  # a plain task: responses are read once, at the end
+    assert [r.response.text for r in plain] == ["x"] * 12
+
+
+class Forced:
+    """An engine that reports another response before the one that counts."""
+
+    on_response = None
+
+    def generate(self, prompts, sampling, seed, progress=None, limits=None):
+        for index in range(len(prompts)):
+            self.on_response(index, Response([5], "abc", True))
+        return [Response([5, 6], "ab", True) for _ in prompts]
+
+
+def test_what_generate_returns_counts():
+    _, sampler, prompts = sampled(GuardedTask(Slow(0.0), 5.0))
+    sampler.engine = Forced()
+    assert all(r.verdict.correct and r.verdict.submitted == "2" for r in sampler.student(prompts))
+
+
+class Faulty(ToyTask):
+    async def verify(self, example, response):
+        if response == "raises":
+            raise RuntimeError("no")
+        if response == "waits":
+            await asyncio.sleep(60)
+        if response == "blocks":
+            time.sleep(2.0)
+        if response == "times out itself":
+            raise TimeoutError("of its own")
+        return "nonsense" if response == "nonsense" else ToyTask.verify(self, example, response)
+
+
+def test_async_faults_are_named_and_time_limits_hold(monkeypatch):
+    monkeypatch.setattr("firedistill.tasks.coroutines.GRACE", 0.2)
+    guarded, one = GuardedTask(Faulty(), 0.3), ToyTask().examples("train", 1)[0]
+    for response, match in (
+        ("raises", "raised RuntimeError: no"),
+        ("waits", r"took longer than 0.3 s \(task_timeout\)"),
+        ("blocks", r"took longer than 0.3 s \(task_timeout\)"),
+        ("times out itself", "raised TimeoutError: of its own"),
+        ("nonsense", "returned a str, expected a Verdict"),
+    ):
+        with pytest.raises(TaskFault, match=match):
+            guarded.judge(one, response)
+        assert guarded.verify(one, response).failed
+        assert guarded.judge(one, "ab").correct  # others are not held up
+    before = threading.active_count()
+    assert Loop.running() is Loop.running() and threading.active_count() == before
+
+
+def test_calls_that_wait_behind_a_blocked_loop_are_made(monkeypatch):
+    monkeypatch.setattr("firedistill.tasks.coroutines.GRACE", 0.1)
+    guarded, one = GuardedTask(Faulty(), 0.2), ToyTask().examples("train", 1)[0]
+    calls = [guarded.begin("verify", one, text) for text in ("blocks", "ab", "abc")]
+    assert guarded.verify(one, "blocks", calls[0]).failed
+    assert [guarded.verify(one, text, call).correct for text, call in zip(("ab", "abc"), calls[1:], strict=True)] == [
+        True,
+        False,
+    ]
+
+
+def test_an_async_verifier_function_trains(tmp_path, caplog):
+    async def letters(row, response, verdict):
+        await asyncio.sleep(0.001)
+        return f"{len(response)} characters."
+
+    @task(ROWS, feedback={"letters": letters})
+    async def even(row, response):
+        await asyncio.sleep(0.001)
+        return Verdict(len(response) % 2 == 0, str(len(response)), "even", well_formed=True)
+
+    caplog.set_level(logging.WARNING)
+    trainer = run_trainer(save_checkpoint(tmp_path / "base"), tmp_path / "run", task=even, max_steps=2)
+    trainer.train()
+    assert "alpha_letters" in trainer.last_metrics and "took longer" not in caplog.text
