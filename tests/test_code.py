@@ -13,7 +13,7 @@ from firedistill.attribution import Inspector, save_attribution
 from firedistill.cli import main as cli
 from firedistill.rollout import Response, Rollout
 from firedistill.run.log import read_jsonl
-from firedistill.tasks import DataError, code
+from firedistill.tasks import DataError, code, functions
 from firedistill.tasks.code import CodeTask, extract_program, read_tests
 from firedistill.tasks.functions import CHAINS, LEVELS, Functions, draw_problem
 from firedistill.tasks.guard import GuardedTask
@@ -351,6 +351,12 @@ def test_splits_share_no_description_and_levels_have_their_length():
         assert found == set(lengths)
 
 
+def test_a_level_that_has_no_more_problems_ends(monkeypatch):
+    monkeypatch.setattr(functions, "MOST_DRAWS", 20)
+    few = Functions("easy").examples("train", 10**9)
+    assert 20 < len(few) < 2000 and len({example.question.partition("\n")[0] for example in few}) == len(few)
+
+
 def test_a_seed_gives_the_same_problems_everywhere():
     (example,) = Functions("easy").examples("eval", 1, seed=5)
     assert example == Functions("easy").examples("eval", 3, seed=5)[0]
@@ -417,7 +423,7 @@ def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, ca
     trainer, folder = scripted_run
     inspector = Inspector.of(trainer.args, trainer.model, trainer.teacher, trainer.head)
     rollouts = []
-    for example in trainer.task.examples("train", 4):
+    for example in trainer.task.examples("train", 2):
         prompt = trainer.encoder.encode([{"role": "user", "content": example.question}])
         ids = trainer.encoder.encode_text("def solve")
         verdict = trainer.task.verify(example, "")

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from math import prod
 from typing import Any
 
@@ -19,7 +20,8 @@ from firedistill.tasks.types import Example
 
 # The equally likely numbers of operations, before the one that reduces, of a level.
 LEVELS: dict[str, tuple[int, ...]] = {"easy": (1,), "medium": (2,), "hard": (3,), "mixed": (1, 2, 3)}
-DEFAULT_SIZE = {"train": 4000, "eval": 500}  # examples, if the caller gives no number
+DEFAULT_SIZE = {"train": 2000, "eval": 400}  # examples, if the caller gives no number
+MOST_DRAWS = 3000  # in a row without a new problem: the level has no more
 TESTS = 6
 ENTRY_POINT = "solve"
 
@@ -47,7 +49,9 @@ class Functions(CodeTask):
         self.name = "functions" if level == "mixed" else f"functions:{level}"
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """The first `n` problems of a stream that depends on level, split and seed only; `data_dir` is not used.
+        """The first `n` problems of a stream that depends on level, split and seed only, or all that the level has.
+
+        `data_dir` is not used. "easy" has about 1,400 problems per split.
 
         Raises:
             ValueError: `split` is neither "train" nor "eval", or `n` is negative.
@@ -55,17 +59,20 @@ class Functions(CodeTask):
         split, _ = self.resolve_split(split)
         if n is not None and n < 0:
             raise ValueError(f"n must be at least 0, or None for {DEFAULT_SIZE[split]} examples; got {n}")
-        problems = self._stream(split, seed)
-        count = DEFAULT_SIZE[split] if n is None else n
-        return [next(problems).as_example(f"{self.name}/{split}/{seed}-{i}") for i in range(count)]
+        problems = islice(self._stream(split, seed), DEFAULT_SIZE[split] if n is None else n)
+        return [problem.as_example(f"{self.name}/{split}/{seed}-{i}") for i, problem in enumerate(problems)]
 
     def _stream(self, split: str, seed: int) -> Iterator[Problem]:
         rng = random.Random(f"{self.level}/{split}/{seed}")
         seen: set[str] = set()
-        while True:
+        last = 0
+        for draw in count():
+            if draw - last > MOST_DRAWS:
+                return
             problem = draw_problem(rng, rng.choice(LEVELS[self.level]))
             if problem is not None and problem.description not in seen and split_of(problem.description) == split:
                 seen.add(problem.description)
+                last = draw
                 yield problem
 
 
@@ -200,34 +207,34 @@ NUMBERS = [
         "keep only the numbers that are divisible by {k}",
         "[x for x in xs if x % {k} == 0]",
         lambda xs, k: [x for x in xs if x % k == 0],
-        (2, 3, 4, 5),
+        tuple(range(2, 10)),
     ),
     Operation(
         "keep only the numbers greater than {k}",
         "[x for x in xs if x > {k}]",
         lambda xs, k: [x for x in xs if x > k],
-        (-5, 0, 4, 7, 10),
+        tuple(range(-6, 16)),
     ),
     Operation(
         "keep only the numbers that are at most {k}",
         "[x for x in xs if x <= {k}]",
         lambda xs, k: [x for x in xs if x <= k],
-        (0, 5, 12, 20),
+        tuple(range(-2, 20)),
     ),
     Operation(
         "keep only the numbers whose last decimal digit is at least {k}",
         "[x for x in xs if abs(x) % 10 >= {k}]",
         lambda xs, k: [x for x in xs if abs(x) % 10 >= k],
-        (3, 4, 5, 6),
+        tuple(range(2, 8)),
     ),
     Operation("square each number", "[x * x for x in xs]", lambda xs, k: [x * x for x in xs]),
-    Operation("add {k} to each number", "[x + {k} for x in xs]", lambda xs, k: [x + k for x in xs], (2, 3, 5, 10)),
-    Operation("multiply each number by {k}", "[x * {k} for x in xs]", lambda xs, k: [x * k for x in xs], (2, 3, 4)),
+    Operation("add {k} to each number", "[x + {k} for x in xs]", lambda xs, k: [x + k for x in xs], tuple(range(2, 12))),
+    Operation("multiply each number by {k}", "[x * {k} for x in xs]", lambda xs, k: [x * k for x in xs], tuple(range(2, 8))),
     Operation(
         "replace each number by its distance to {k}",
         "[abs(x - {k}) for x in xs]",
         lambda xs, k: [abs(x - k) for x in xs],
-        (3, 5, 10),
+        tuple(range(2, 13)),
     ),
     Operation(
         "multiply each number by its position, where the first position is 1",
@@ -248,27 +255,32 @@ NUMBERS = [
         "replace every negative number by {k}",
         "[{k} if x < 0 else x for x in xs]",
         lambda xs, k: [k if x < 0 else x for x in xs],
-        (0, 1, 5),
+        tuple(range(8)),
     ),
 ]
 NUMBER_ENDS = [
     Operation("the sum of the numbers", "sum(xs)", lambda xs, k: sum(xs)),
     Operation("the list", "xs", lambda xs, k: xs),
     Operation(
-        "the largest number, or {k} if the list is empty", "max(xs, default={k})", lambda xs, k: max(xs, default=k), (0, -1)
+        "the largest number, or {k} if the list is empty",
+        "max(xs, default={k})",
+        lambda xs, k: max(xs, default=k),
+        (0, -1, 1, 99),
     ),
     Operation(
         "the difference between the largest and the smallest number, or {k} if the list is empty",
         "max(xs) - min(xs) if xs else {k}",
         lambda xs, k: max(xs) - min(xs) if xs else k,
-        (0, -1),
+        (0, -1, 1, 99),
     ),
-    Operation("the remainder of the sum of the numbers by {k}", "sum(xs) % {k}", lambda xs, k: sum(xs) % k, (7, 10)),
+    Operation(
+        "the remainder of the sum of the numbers by {k}", "sum(xs) % {k}", lambda xs, k: sum(xs) % k, tuple(range(5, 13))
+    ),
     Operation(
         "the second largest of the different numbers, or {k} if there are fewer than two",
         "sorted(set(xs))[-2] if len(set(xs)) > 1 else {k}",
         lambda xs, k: sorted(set(xs))[-2] if len(set(xs)) > 1 else k,
-        (0, -1),
+        (0, -1, 1, 99),
     ),
     Operation(
         "the different numbers in descending order",
@@ -299,14 +311,14 @@ TEXTS = [
         "keep only the words that contain the letter {k}",
         "[x for x in xs if {k} in x]",
         lambda xs, k: [x for x in xs if k in x],
-        ("a", "e", "i"),
+        ("a", "e", "i", "l", "r", "n"),
     ),
     Operation("reverse each word", "[x[::-1] for x in xs]", lambda xs, k: [x[::-1] for x in xs]),
     Operation(
         "remove the letter {k} from each word",
         "[x.replace({k}, '') for x in xs]",
         lambda xs, k: [x.replace(k, "") for x in xs],
-        ("a", "e", "i"),
+        ("a", "e", "i", "l", "r", "n"),
     ),
     Operation(
         "write the last letter of each word as a capital letter",
@@ -320,13 +332,13 @@ TEXTS = [
     ),
 ]
 TEXT_ENDS = [
-    Operation("the words joined by {k}", "{k}.join(xs)", lambda xs, k: k.join(xs), ("-", ", ", "/")),
+    Operation("the words joined by {k}", "{k}.join(xs)", lambda xs, k: k.join(xs), ("-", ", ", "/", "+", " and ")),
     Operation("the list of the words' lengths", "[len(x) for x in xs]", lambda xs, k: [len(x) for x in xs]),
     Operation(
         "the longest word, the last one of several, or {k} if the list is empty",
         "max(xs[::-1], key=len, default={k})",
         lambda xs, k: max(xs[::-1], key=len, default=k),
-        ("none", ""),
+        ("none", "", "?"),
     ),
     Operation(
         "the text of the first letters of all words", "''.join(x[:1] for x in xs)", lambda xs, k: "".join(x[:1] for x in xs)
@@ -340,7 +352,7 @@ TEXT_ENDS = [
         "the most frequent word, of several the first in alphabetical order, or {k} if the list is empty",
         "min(xs, key=lambda x: (-xs.count(x), x), default={k})",
         _most_frequent,
-        ("none", ""),
+        ("none", "", "?"),
     ),
 ]
 CHAINS: dict[str, tuple[list[Operation], list[Operation], Callable[[random.Random, int], list[Any]]]] = {
