@@ -255,3 +255,36 @@ def test_the_trainer_uses_what_was_decided(checkpoint, tmp_path):
     trainer: SelfDistillTrainer = run_trainer(checkpoint, tmp_path / "run", merge_adapter=False)
     assert trainer.rollout_engine.merge_adapter is trainer.eval_engine.merge_adapter is False
     assert trainer.rollout_engine.decoder is None, "on a CPU the loop looks at every token"
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations that tell the host how many elements a mask selects."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        selects = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        self.count += name == "nonzero" or selects
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("attribution", [True, False])
+def test_the_head_waits_once_per_chunk_and_not_per_block(attribution, monkeypatch):
+    generator, counts = torch.Generator().manual_seed(0), []
+    hidden, teacher = (torch.randn(12, 8, generator=generator) for _ in range(2))
+    weight, correct = torch.randn(30, 8, generator=generator), torch.arange(12) < 4
+    for rows in (12, 1):
+        monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", rows * 30)
+        settings = {
+            "token_ids": torch.arange(12),
+            "correct": correct,
+            "teacher_hidden": teacher[:8],
+            "attribution": attribution,
+        }
+        with Waits() as waits:
+            fire_head_loss(weight, hidden, torch.ones(12), loo_hidden=teacher[None, :8] + 0.1, **settings)
+        counts.append(waits.count)
+    assert counts == [3, 3], "right tokens, wrong tokens, and those of the chunk over the radius"

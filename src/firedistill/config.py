@@ -211,8 +211,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     quantization: str | None = model_setting(
         None,
-        "'nf4' loads the base model in 4 bits (needs the extra [quant]); 'auto' does so where a GPU has no room for it and for merged "
-        "copies in model_dtype.",
+        "'nf4' loads the base model in 4 bits (needs the extra [quant]); 'auto' does so where 1.5 times the weights in model_dtype do "
+        "not fit.",
         choices=("nf4", "auto"),
     )
     attn_implementation: str | None = model_setting(

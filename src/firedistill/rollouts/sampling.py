@@ -45,11 +45,11 @@ def choose_tokens(scores: Tensor, sampling: Sampling, uniforms: Tensor) -> Tenso
     """
     width = CANDIDATES
     tokens = draw(scores, sampling, uniforms, width)
-    while bool((missing := tokens == TOO_FEW).any()):
-        width *= 16
+    while int(tokens.min()) < 0:
+        if bool((tokens == NOT_FINITE).any()):
+            raise FloatingPointError(NOT_FINITE_LOGITS)
+        width, missing = 16 * width, tokens == TOO_FEW
         tokens[missing] = draw(scores[missing], sampling, uniforms[missing], width)
-    if bool((tokens == NOT_FINITE).any()):
-        raise FloatingPointError(NOT_FINITE_LOGITS)
     return tokens
 
 
@@ -69,7 +69,7 @@ def draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Te
     threshold = torch.minimum((uniforms.unsqueeze(-1) * total.double()).long(), total - 1)
     place = torch.searchsorted(cumulated, threshold, right=True)
     chosen = tokens.gather(-1, place.clamp(max=tokens.shape[-1] - 1)).squeeze(-1)
-    return chosen.masked_fill(~complete, TOO_FEW).masked_fill(~finite, NOT_FINITE)
+    return torch.where(finite, torch.where(complete, chosen, TOO_FEW), NOT_FINITE)
 
 
 def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,14 +86,14 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
     """
     vocabulary = scores.shape[-1]
     best = scores.amax(-1, keepdim=True)
+    finite = best.squeeze(-1).isfinite()  # the largest score is NaN if any is, and the others are at most it
     if sampling.top_k == 0 and sampling.top_p >= 1:
-        finite, weights = _finite((scores - best).exp().double())
+        weights = ((scores - best).exp().double() * UNIT).long()
         tokens = torch.arange(vocabulary, device=scores.device).expand_as(scores)
-        return (weights * UNIT).long(), tokens, torch.ones_like(finite), finite
+        return weights, tokens, torch.ones_like(finite), finite
     width = min(width, vocabulary)
     values, tokens = scores.topk(width)
-    finite, weights = _finite((values - best).exp().double())
-    weights = (weights * UNIT).long()
+    weights = ((values - best).exp().double() * UNIT).long()
     if sampling.top_k > 0:
         kth = values[:, min(sampling.top_k, width) - 1, None]
         allowed = values >= kth  # with all that tie with the k-th
@@ -110,9 +110,3 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
         if sampling.top_k == 0:  # with top-k, `total` itself is only known once all that tie with the k-th are there
             may_continue = inside[:, -1]
     return weights, tokens, ~may_continue if width < vocabulary else torch.ones_like(may_continue), finite
-
-
-def _finite(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]` true where the weights `[B, K]` of a row are numbers, and the weights with zeros elsewhere."""
-    finite = weights.sum(-1).isfinite()
-    return finite, weights.where(finite.unsqueeze(-1), 0.0)
