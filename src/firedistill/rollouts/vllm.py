@@ -165,6 +165,7 @@ class VLLMEngine(RemoteEngine):
                 self.padding.config(config) if self.padding else config, base.dtype, self.context, self.sequences
             ),
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
         if self.padding is None and (revision := getattr(base, "firedistill_revision", None)):
             options["revision"] = revision
@@ -272,6 +273,8 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
     os.environ[STARTED_BY_TRAINER] = "1"
+    # What a child process that is killed has left is removed at the end, with a warning.
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [saved.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]))
     if device.type == "cuda":
         visible = saved.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = device.index or 0
