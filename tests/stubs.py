@@ -65,7 +65,7 @@ class StubTeacher(Teacher):
         self.read, self.returned = [], []
         self.limit = BatchLimit(8192, "tokens", "")
 
-    def states(self, rollouts, views, lengths=None):
+    def states(self, rollouts, views, lengths=None, keep=True):
         rows = [rollout.prompt_ids[0] for rollout in rollouts]
         lengths = [len(rollout.response_ids) for rollout in rollouts] if lengths is None else list(lengths)
         self.read += [(row, view, length) for view in views for row, length in zip(rows, lengths, strict=True)]

@@ -188,6 +188,26 @@ def test_members_of_a_group_read_their_prompt_once_per_teacher():
     assert tokens_read(teacher) == shared + own
 
 
+def test_only_what_a_later_view_reads_is_kept():
+    rollouts = [rollout([20, 21, 22], ("same", "one")), rollout([23, 24], ("same", "two")), rollout([25], ("other", "six"))]
+    kept, dropped = moved_teacher(share_prefixes=True), moved_teacher(share_prefixes=True)
+    assert torch.equal(kept.full(rollouts).hidden, dropped.full(rollouts, keep=False).hidden)
+    assert tokens_read(kept) == tokens_read(dropped)
+    prompts = [kept.prompt_ids(member, "full") for member in rollouts]
+    assert [kept.caches[member].ids for member in rollouts] == prompts, "prompts without responses"
+    first, second, third = (common_prefix(prompts[a], prompts[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
+    assert [len(dropped.caches[member].ids) for member in rollouts] == [max(first, third), second, 0]
+    for teacher in (kept, dropped):
+        for member in rollouts:
+            cache = teacher.caches[member]
+            for layer in cache.cache.layers:
+                assert layer.keys.shape[-2] == len(cache.ids)
+                assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+        again = teacher.states(rollouts, ["full", 0])
+        torch.testing.assert_close(again[0].hidden, scored(teacher, rollouts, "full"), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(again[1].hidden, scored(teacher, rollouts, 0), rtol=1e-9, atol=1e-9)
+
+
 def common_prefix_of(first: list[int], second: list[int]) -> list[int]:
     return first[: common_prefix(first, second)]
 
