@@ -198,7 +198,7 @@ def joined(feedback: Sequence[FeedbackField], most: int | None) -> tuple[Feedbac
     if most is None or len(groups) <= most:
         return tuple(feedback)
     ends = [len(groups) * k // most for k in range(most + 1)]
-    names = {}
+    names: dict[str, str] = {}
     for first, end in itertools.pairwise(ends):
         if end - first > 1:
             names |= dict.fromkeys(groups[first:end], f"{groups[first]}..{groups[end - 1]}")
