@@ -13,6 +13,7 @@ import reference
 from firedistill import FeedbackField, SelfDistillConfig
 from firedistill import step as steps
 from firedistill.attribution import Inspector
+from firedistill.benchmarks.fields import WrongAnswers
 from firedistill.evaluation import answer_examples
 from firedistill.models.states import score_responses
 from firedistill.objectives import load_objective
@@ -209,3 +210,10 @@ def test_the_inspector_reads_groups(checkpoint, tmp_path):
     inspection = Inspector.of(args, trainer.model, trainer.teacher, trainer.head).inspect(rollouts[0])
     assert list(inspection.removed) == ["hint", "tests"] and len(inspection.target.alpha) == 3
     assert inspection.text("tests").startswith("[test_0] input 0: wrong") and inspection.text("hint").startswith("Answers")
+
+
+def test_the_benchmark_compares_joined_fields_with_each_alone():
+    rows = {row["variant"]: row["shown"] for row in WrongAnswers(1).rows(5, [2])}
+    assert list(rows) == ["each field alone", "2 views", "no attribution"]
+    assert rows["each field alone"]["kl"] == 0 and 0 < rows["2 views"]["kl"] <= rows["2 views"]["largest kl"]
+    assert rows["2 views"]["views' tokens"] < rows["each field alone"]["views' tokens"]

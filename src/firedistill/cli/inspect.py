@@ -159,6 +159,10 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     )
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
+    elif args.teacher_kind == "initial" and (folder / "config.yaml").is_file():
+        raise ValueError(
+            f"{folder} has no checkpoint, and checkpoints hold the weights of teacher initial: train with fewer save_steps"
+        )
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})

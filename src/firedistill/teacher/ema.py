@@ -118,6 +118,8 @@ class EMAWeights:
 class FixedWeights:
     """The weights of a teacher that is a model of its own: they never change, and checkpoints do not hold them."""
 
+    rate = 0.0
+
     def __init__(self, model: nn.Module):
         self.model = model
 
