@@ -454,12 +454,18 @@ def check_defaults(setup: Setup) -> Iterator[Finding]:
     yield Finding("note", "defaults", "; ".join(f"{name} {text}" for name, text in chosen.items()))
 
 
-def check_memory(setup: Setup) -> Iterator[Finding]:
-    """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
+def memory_estimate(setup: Setup) -> dict[str, float]:
+    """Bytes by purpose: those of a step, and of a teacher with weights of its own."""
     need = memory_of_step(setup.args, setup.model, bool(setup.args.gradient_checkpointing))
     if (own := setup.teacher_model) is not None:
         shared = {id(p) for p in setup.model.parameters()}  # an adapter's base model is the student's
         need["model of the teacher"] = sum(p.nbytes for p in own.parameters() if id(p) not in shared)
+    return need
+
+
+def check_memory(setup: Setup) -> Iterator[Finding]:
+    """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
+    need = memory_estimate(setup)
     total = sum(need.values())
     device = setup.args.device
     free = free_memory(device)
