@@ -423,7 +423,9 @@ def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, ca
     trainer, folder = scripted_run
     inspector = Inspector.of(trainer.args, trainer.model, trainer.teacher, trainer.head)
     rollouts = []
-    for example in trainer.task.examples("train", 2):
+    chosen = {trainer.task.text_for(example, ""): example for example in trainer.task.examples("train", 8)}
+    assert len(chosen) == len(ANSWERS)
+    for example in (chosen[fenced(ANSWERS["one failing test"])], chosen[fenced(ANSWERS["syntax"])]):
         prompt = trainer.encoder.encode([{"role": "user", "content": example.question}])
         ids = trainer.encoder.encode_text("def solve")
         verdict = trainer.task.verify(example, "")
@@ -435,6 +437,6 @@ def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, ca
             len(row) == len(record["tokens"]) for row in record["alpha"]
         )
     save_attribution(records, folder, 1)
-    assert cli.main(["report", str(folder), "-o", str(folder / "page.html")]) == 0, capsys.readouterr().err
-    page = (folder / "page.html").read_text()
-    assert "test_1" in page and "Failing test" in page
+    assert cli.main(["report", str(folder), "-o", str(folder / "page")]) == 0, capsys.readouterr().err
+    page = (folder / "page" / "index.html").read_text(encoding="utf-8")
+    assert all(name in page for name in ("test_1", "Failing test", "Syntax error"))
