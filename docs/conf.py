@@ -23,7 +23,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["Class attributes"]
-suppress_warnings = ["myst.header"]
+suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 smartquotes = False  # `--option` stays as it is
 
 html_theme = "furo"
@@ -98,7 +98,7 @@ def write_generated(app: object) -> None:
 
 def outside_links(app: object, page: str, source: list[str]) -> None:
     """Files of the repository that are no pages are named, not linked."""
-    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)\)", r"\1 (`\2` in the repository)", source[0])
+    source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", source[0])
 
 
 def setup(app):  # type: ignore[no-untyped-def]

@@ -43,6 +43,7 @@ def load_task(name: Any, **options: Any) -> Task:
 
     Args:
         name: one of
+
             - a built-in dataset: `gsm8k`, `asdiv`, `aqua_rat`, `arc_challenge`, `winogrande`, `wic`, `mmlu_pro`;
             - `arithmetic` or `arithmetic:<level>`: generated word problems that need no download;
             - `functions` or `functions:<level>`: generated programming problems with tests that need no download;
@@ -53,6 +54,7 @@ def load_task(name: Any, **options: Any) -> Task:
               instead of a name, a list of mappings or a `datasets.Dataset`;
             - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the
               Python path or in the current folder.
+
         options: those of `TableTask`, for data of your own.
 
     Raises:
@@ -71,7 +73,7 @@ def load_task(name: Any, **options: Any) -> Task:
             "Python, or name a task by --task, such as a file or module:Class"
         )
     prefix, colon, rest = name.partition(":")
-    published = name in TASKS or prefix in ("arithmetic", "gym")
+    published = name in TASKS or prefix in ("arithmetic", "functions", "code", "planted", "gym")
     if not published and not prefix.endswith(".py") and names_data(name):
         table = TableTask(name, **options)
         table.prepare()

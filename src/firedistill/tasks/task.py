@@ -19,7 +19,7 @@ class Task:
     """A family of problems with a verifier. Subclass it to add your own.
 
     A subclass defines two methods, `example` (a row of data to an `Example`) and `verify` (a response to a `Verdict`). Class
-    attributes give its name, its answer format and the location of its data:
+    attributes give its name, its answer format and the location of its data::
 
         class Capitals(Task):
             name = "capitals"                       # in uids, logs and feedback

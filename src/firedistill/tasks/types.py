@@ -60,7 +60,8 @@ class Verdict:
         submitted: the normalised answer of the response; None if none was found.
         expected: the normalised gold answer.
         well_formed: whether the answer is on the final-answer line that the task requires.
-        lenient_correct: whether any recognisable final answer is correct; a diagnostic that never replaces `correct`.
+        lenient_correct: whether any recognisable final answer is correct; a diagnostic that never replaces `correct`. By default it is
+            `correct`.
         failed: whether the verifier raised or timed out, so that there is no judgement; the response is excluded from training.
     """
 
@@ -68,5 +69,9 @@ class Verdict:
     submitted: str | None
     expected: str
     well_formed: bool = False
-    lenient_correct: bool = False
+    lenient_correct: bool = None  # type: ignore[assignment]  # never None after `__post_init__`
     failed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lenient_correct is None:
+            object.__setattr__(self, "lenient_correct", self.correct)
