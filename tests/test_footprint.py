@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from firedistill import SelfDistillTrainer
 from firedistill.footprint import LiveBytes, counted, memory_of_step, over_layers, pass_memory, training_memory
-from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
+from firedistill.models.tokens import set_stop_and_pad_tokens
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.tasks.types import Example, FeedbackField
-from tiny import ToyTask, byte_tokenizer, random_model, run_config
+from tiny import ToyTask, random_model, run_config
 
 SHAPES = {"prompt": 256, "response": 64, "feedback": 128, "context": 576, "batch": 2}
 
@@ -137,7 +138,9 @@ def model_of(name: str):
         parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1.0)
     model.model.rotary_emb = type(model.model.rotary_emb)(config)
     model.tie_weights()
-    return model.eval(), byte_tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("smollm2"))  # of bytes, the prompts would not fit
+    set_stop_and_pad_tokens(model, tokenizer)
+    return model.eval(), tokenizer
 
 
 def main(name: str, checkpointing: bool) -> dict[str, float]:
