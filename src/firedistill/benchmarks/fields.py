@@ -51,7 +51,7 @@ class Sizes:
 
 
 SIZES = {
-    "full": Sizes(many=(8, 16, 32, 64)),
+    "full": Sizes(many=(8, 16, 32)),
     "quick": Sizes(80, 40, (1, 4), (40, 40), ModelSizes(4, 256, 8192), repeats=2, memory=False, many=(16,)),
 }
 
