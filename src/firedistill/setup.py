@@ -105,8 +105,8 @@ def load_setup(
     sort_targets(cast(PeftModel, model))
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
-    if lockstep(model) is not None:
-        limit_waiting(model, args.ddp_timeout)
+    lockstep(model)  # all processes create it here
+    limit_waiting(model, args.ddp_timeout)
 
     if train_examples is not None:
         train_examples = read_examples(train_examples, "train_examples")
