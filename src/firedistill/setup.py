@@ -173,6 +173,8 @@ def load_setup(
     teacher_tokenizer = tokenizer
     if teacher and args.teacher_kind == "adapter":
         teacher_model = adapter_teacher(cast(PeftModel, model), args.teacher)
+        if args.lora_dtype == "base":
+            compute_in_base_dtype(teacher_model)
     elif teacher and args.teacher_kind == "model":
         teacher_model, teacher_tokenizer = model_teacher(
             args.teacher,
@@ -184,8 +186,8 @@ def load_setup(
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     decided |= decide_for_device(args, cast(PeftModel, model))
-    if lockstep(model) is not None:
-        limit_waiting(model, args.ddp_timeout)
+    lockstep(model)  # all processes create it here
+    limit_waiting(model, args.ddp_timeout)
 
     if train_examples is not None:
         train_examples = read_examples(train_examples, "train_examples")

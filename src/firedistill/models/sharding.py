@@ -178,7 +178,11 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def limit_waiting(model: nn.Module, seconds: float) -> None:
-    """Let the gathering of weights fail after so many seconds, as the other communication of the run does."""
-    mesh = next(parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
-    for group in mesh.get_all_groups():
+    """Let all communication, the gathering of weights included, fail after so many seconds; nothing if there is one process.
+
+    transformers passes `ddp_timeout` on to accelerators only.
+    """
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    groups = [dist.group.WORLD] if dist.is_initialized() else []
+    for group in groups + [group for mesh in meshes for group in mesh.get_all_groups()]:
         _set_pg_timeout(timedelta(seconds=seconds), group)
