@@ -35,7 +35,7 @@ from firedistill.functional import (
 from firedistill.objectives import load_objective
 from firedistill.objectives.distributions import log_softmax
 from firedistill.objectives.tropd import Prepared
-from firedistill.prompts import PromptEncoder, TokenBudget
+from firedistill.prompts import PromptEncoder, TokenBudget, teacher_messages
 from firedistill.rollout import Prompt, Response, Sampling
 from firedistill.rollouts.sampler import Sampler
 from stubs import World, assert_printed, random_world
@@ -1094,7 +1094,11 @@ def sampled(method, drafts, progress=0.0, method_settings=None, max_new_tokens=8
     """Rollouts for one prompt per draft, the prompts, the engine and the encoder."""
     task, encoder, engine = ToyTask(), PromptEncoder(byte_tokenizer()), ScriptedEngine(drafts)
     prompts = [Prompt(example, [20 + k, 30], index=10 + k) for k, example in enumerate(task.examples("train", len(drafts)))]
-    teacher = SimpleNamespace(weights=SimpleNamespace(applied=engine.teacher))
+    teacher = SimpleNamespace(
+        weights=SimpleNamespace(applied=engine.teacher),
+        feedback=True,
+        encode=lambda example, fitted: encoder.encode(teacher_messages(task, example, fitted)),
+    )
     budget, sampling = TokenBudget(context=context), Sampling(max_new_tokens=max_new_tokens)
     sampler = Sampler(engine, task, encoder, sampling, budget, teacher, seed=11)
     return load_objective(method, method_settings).sample(sampler, prompts, progress), prompts, engine, encoder

@@ -500,7 +500,8 @@ def test_a_run_on_a_file_is_evaluated_and_resumed_with_its_columns(tmp_path, mon
     line += f" --model {save_checkpoint(tmp_path / 'base')} --model_dtype float32 --max_new_tokens 4 --use_cpu --save_steps 1"
     line += " --warmup_steps 1 --per_device_train_batch_size 2 --gradient_checkpointing false"
     assert main(line.split()) == 0, capsys.readouterr().err
-    run = "runs/my.jsonl-fire-seed0"
+    (run,) = map(str, Path("runs").iterdir())
+    assert Path(run).name == "base-my.jsonl-fire-lr4e-06-seed0"
     assert main(["eval", run]) == 0 and main([*line.split(), "--max_steps=2"][:-1]) == 0
     write_jsonl(tmp_path / "my.jsonl", [{"prompt": row["question"], "result": row["answer"], "hint": "Other."} for row in ROWS])
     capsys.readouterr()

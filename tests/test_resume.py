@@ -242,6 +242,9 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "save_steps",
             "save_total_limit",
             "stop_within",
+            "eval_samples",
+            "eval_also",
+            "policy_kl_every",
             "log_rollouts",
             "attribution_examples",
             "dp_replicate_size",
@@ -365,29 +368,25 @@ def test_a_closed_terminal_and_the_warning_of_a_batch_system_leave_a_checkpoint(
 
 
 @pytest.mark.parametrize(("step", "call"), [(2, "verify"), (3, "verify"), (2, "feedback"), (3, "evaluation")])
-def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole, model, tmp_path, caplog):
+def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole, model, tmp_path, caplog, monkeypatch):
     """Evaluations follow steps 3 and 4; the state of the last whole step is saved."""
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, stop_within=0.1), task=RandomTask())
 
-    class Slow(RandomTask):
-        def hang(self, now: str) -> None:
-            evaluating = t.state.global_step == step and step == 3 and now == "verify"
-            if t.state.global_step == step and (now == call or (call == "evaluation" and evaluating)):
+    def hanging(name, real):
+        def method(self, *arguments):
+            result = real(self, *arguments)
+            if t.state.global_step == step and (name == call or (name, call) == ("verify", "evaluation")):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(60)
+            return result
 
-        def verify(self, example, response):
-            verdict = super().verify(example, response)
-            self.hang("verify")
-            return verdict
+        return method
 
-        def feedback(self, example, response, verdict):
-            feedback = super().feedback(example, response, verdict)
-            self.hang("feedback")
-            return feedback
-
-    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, stop_within=0.1), task=Slow())
+    for name in ("verify", "feedback"):
+        monkeypatch.setattr(RandomTask, name, hanging(name, getattr(RandomTask, name)))
     with caplog.at_level(logging.WARNING):
         assert t.train().global_step == step
+    monkeypatch.undo()
     assert f"what followed step {step} took longer than stop_within (0.1 s): dropped" in caplog.text
     assert (
         newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "finished.json").exists()

@@ -123,7 +123,7 @@ def test_an_adapter_shares_the_base_model_with_the_student(places, tmp_path):
     ours, theirs = ({id(p) for p in model.parameters()} for model in (setup.model, setup.teacher_model))
     assert len(theirs - ours) == 2 * 2 * 2 and not any(p.requires_grad for p in setup.teacher_model.parameters())
     assert sum(p.requires_grad for p in setup.model.parameters()) == len(ours - theirs)
-    assert 0 < memory_estimate(setup)["model of the teacher"] < memory_estimate(setup)["base model"] / 5
+    assert 0 < memory_estimate(setup)["model of the teacher"] < memory_estimate(setup)["model"] / 5
 
 
 def test_the_memory_of_a_second_model_is_counted(places, tmp_path):

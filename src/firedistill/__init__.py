@@ -28,3 +28,7 @@ def __getattr__(name: str) -> Any:
 
     home = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer", "task": "tasks.decorator"}.get(name, "tasks")
     return getattr(import_module(f"firedistill.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
