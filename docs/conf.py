@@ -22,7 +22,7 @@ autodoc_typehints = "none"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = ["Class attributes"]
+napoleon_custom_sections = [("Class attributes", "params_style")]
 suppress_warnings = ["myst.header", "misc.highlighting_failure"]
 smartquotes = False  # `--option` stays as it is
 
