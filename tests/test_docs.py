@@ -468,5 +468,6 @@ def test_files_that_a_page_names_are_there(page):
     text = text_of(page)
     links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     scripts = re.findall(r"\b(?:tests|examples|benchmarks)/\w+\.(?:py|sh)", text)
-    missing = [link for link in links if not ((ROOT / page).parent / link).exists()]
+    generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, as pages of the site
+    missing = [link for link in links if link not in generated and not ((ROOT / page).parent / link).exists()]
     assert missing + [script for script in scripts if not (ROOT / script).exists()] == []
