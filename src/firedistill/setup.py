@@ -239,7 +239,7 @@ def named_task(task: Any, args: SelfDistillConfig) -> Task:
         )
     found = task if isinstance(task, Task) else load_task(task, **args.data_options)
     if args.task != f"{kind.__module__}:{kind.__qualname__}":
-        args.task = f"{OBJECT}{kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+        args.task = f"{OBJECT}{kind.__qualname__}"  # not the module, which is __main__ where a script defines the class
     return found
 
 
