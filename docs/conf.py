@@ -17,6 +17,7 @@ source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build", "README.md"]  # README.md is the index on a code host
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 4
+default_role = "code"  # single backticks in docstrings
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 napoleon_google_docstring = True
