@@ -42,6 +42,7 @@ from attempts import (
     start_server,
 )
 from firedistill.cli import main as cli
+from firedistill.files import UNFINISHED
 
 PATIENCE = 90
 """Seconds after which a command counts as a hang."""
@@ -219,7 +220,8 @@ class Faults:
             return place, f"status 0, but differs: {found[0][:200]}" if found else ""
         if "firedistill " not in last_line(said) and "failed: " not in said:
             return place, f"status {status} without a word: {last_line(said)}"
-        if Path(place.path).name not in said and str(Path(place.path).parent) not in said:
+        path = Path(place.path.replace(UNFINISHED, ""))  # users know a folder by the name that it gets when it is complete
+        if path.name not in said and str(path.parent) not in said:
             return place, f"status {status}, the file is not named: {last_line(said)}"
         again = self.attempt(None)
         if again != 0:
