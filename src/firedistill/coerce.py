@@ -156,6 +156,10 @@ def read_yaml(path: Path | Traversable) -> Any:
         ValueError: as `parse_yaml`, or the file is not text in UTF-8.
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # errors of reading name no file
+        raise
     return parse_yaml(content.decode("utf-8"))
