@@ -27,8 +27,8 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         base: name of the base model: a hub id or a path.
     """
     hub_id = base if is_hub_id(base) else None
+    shown = hub_id or Path(base).name
     evaluations = read_jsonl(folder / "evals.jsonl")
-    name = folder.name
     results = [
         EvalResult(
             task_type="text-generation",
@@ -46,10 +46,9 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         license=licence_of(base),
         pipeline_tag="text-generation",
         tags=["firedistill", "self-distillation", "on-policy-distillation", "lora", config.method],
-        model_name=name if results else None,
+        model_name=f"{shown} {config.task} {config.method}" if results else None,
         eval_results=results or None,
     )
-    shown = hub_id or Path(base).name
     lines = [
         "---",
         data.to_yaml(),
