@@ -20,4 +20,4 @@ def test_runs_survive_kills_and_equal_the_untouched_ones(kinds):
 
 
 def test_a_campaign_has_every_method_and_every_kind_of_run():
-    assert len(KINDS) == 12 + 5 and {"fire", "srpo", "warmstart", "command", "overwrite", "suite", "ranks"} <= KINDS.keys()
+    assert len(KINDS) == 16 + 5 and {"fire", "srpo", "warmstart", "command", "overwrite", "suite", "ranks"} <= KINDS.keys()
