@@ -256,6 +256,14 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
     otherwise = {**decided, "gradient_checkpointing": False, "merge_adapter": False, "rollouts": "auto"}
     found = differences({"settings": decided}, {"settings": otherwise}, config)
     assert found.keys() == {"gradient_checkpointing", "merge_adapter"}
+    earlier = {
+        name: value for name, value in settings.items() if name != "lora_dtype"
+    }  # a run from before there was the option
+    assert differences({"settings": earlier}, {"settings": settings}, config) == {
+        "lora_dtype": "lora_dtype was 'float32', is 'base'"
+    }
+    in_float32 = {"model_dtype": "float32"}
+    assert not differences({"settings": earlier | in_float32}, {"settings": settings | in_float32}, config)
     effects = {
         name: effect(name) for name in ("model", "rollout_batch_size", "eval_steps", "run_name", "ddp_timeout", "unheard_of")
     }

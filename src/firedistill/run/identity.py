@@ -105,19 +105,25 @@ def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 # ---- Comparison with an earlier run ------------------------------------------------------------------------------------------
 
 
+# What runs did that store no such setting, where it is not the present default.
+BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32"}
+
+
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig) -> dict[str, str]:
     """What differs between two identities, as texts by name; settings that may differ or are not decided yet are left out.
 
     Args:
         config: its class has the default of a setting that is not stored.
     """
-    defaults = {**_defaults(config), "teacher_weights": "ema"}  # of runs from before there were other teachers
+    defaults = {**_defaults(config), **BEFORE_THE_OPTION}
     before, now = ({**defaults, **_part(run, "settings"), **_part(run, "given")} for run in (stored, present))
     unknown = object()
     found = {}
     for name in dict.fromkeys([*before, *now]):
         values = [side.get(name, unknown) for side in (before, now)]
         undecided = name in OPEN and OPEN[name] in values
+        if name == "lora_dtype" and now.get("model_dtype") == "float32":  # the type of the base is that of the factors
+            continue
         if effect(name) in ("result", "rounding") and values[0] != values[1] and not undecided:
             old, new = ("unknown" if value is unknown else repr(value) for value in values)
             found[name] = f"{name} was {old}, is {new}"
