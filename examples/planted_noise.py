@@ -36,42 +36,40 @@ from firedistill.teacher import Teacher
 OTHERS = 256  # problems from which the noise is drawn
 
 
-def with_noise(fields, text, position):
-    noise = FeedbackField("noise", text)
-    return (noise, *fields) if position == "first" else (*fields, noise)
+class Noisy:
+    """A task with a further field, `noise`, in its feedback: what `noise` says about another problem.
+
+    Args:
+        position: "first" or "last", of the field.
+    """
+
+    def __init__(self, position="last"):
+        super().__init__()
+        self.position = position
+        self.others = super().examples("train", OTHERS, seed=2**20)
+
+    def feedback(self, example, response, verdict):
+        rng = random.Random(f"{example.uid}/{response}")
+        other = rng.choice([other for other in self.others if other.question != example.question])
+        noise, fields = FeedbackField("noise", self.noise(other, rng)), super().feedback(example, response, verdict)
+        return (noise, *fields) if self.position == "first" else (*fields, noise)
 
 
-class NoisyArithmetic(Arithmetic):
+class NoisyArithmetic(Noisy, Arithmetic):
     """`arithmetic` with the verifier's line about another problem as a further field."""
 
-    def __init__(self, position="last"):
-        super().__init__()
-        self.position = position
-        self.others = super().examples("train", OTHERS, seed=2**20)
-
-    def feedback(self, example, response, verdict):
-        rng = random.Random(f"{example.uid}/{response}")
-        other = rng.choice([other for other in self.others if other.question != example.question])
+    def noise(self, other, rng):
         wrong = str(int(other.answer) + rng.choice([-10, -2, -1, 1, 2, 10]))
-        line = verifier_field(self, other, "", Verdict(False, wrong, other.answer)).text
-        return with_noise(super().feedback(example, response, verdict), line, self.position)
+        return verifier_field(self, other, "", Verdict(False, wrong, other.answer)).text
 
 
-class NoisyFunctions(Functions):
+class NoisyFunctions(Noisy, Functions):
     """`functions` with a failing test of another problem as a further field."""
 
-    def __init__(self, position="last"):
-        super().__init__()
-        self.position = position
-        self.others = super().examples("train", OTHERS, seed=2**20)
-
-    def feedback(self, example, response, verdict):
-        rng = random.Random(f"{example.uid}/{response}")
-        other = rng.choice([other for other in self.others if other.question != example.question])
+    def noise(self, other, rng):
         number, returned = rng.sample(range(len(other.metadata["tests"])), 2)
         test, value = other.metadata["tests"][number], other.metadata["tests"][returned].expected
-        text = failing_test_text(number + 1, test, quoted(repr(value)))
-        return with_noise(super().feedback(example, response, verdict), text, self.position)
+        return failing_test_text(number + 1, test, quoted(repr(value)))
 
 
 TASKS = {"arithmetic": NoisyArithmetic, "functions": NoisyFunctions}
