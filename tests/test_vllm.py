@@ -530,6 +530,7 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path,
         ({"rollouts": "server"}, "rollouts is 'server', with 0 rollout_servers"),
         ({"rollouts": "vllm", "quantization": "nf4"}, "exclude each other"),
         ({"vllm_weights": "x"}, "vllm_weights is 'x': expected 'lora' or 'merged'"),
+        ({"vllm_weights": "lora"}, r"vllm_weights \(lora\) is for rollouts vllm, not hf: leave it out"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message, folder, tmp_path):

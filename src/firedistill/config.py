@@ -460,6 +460,8 @@ class SelfDistillConfig(TrainingArguments):
                 f"teacher {self.teacher!r} has weights of its own, which fsdp_size does not spread over processes: use teacher ema, "
                 "student or initial, or leave fsdp_size out"
             )
+        if self.vllm_weights is not None and self.rollouts not in ("vllm", "auto"):
+            raise ValueError(f"vllm_weights ({self.vllm_weights}) is for rollouts vllm, not {self.rollouts}: leave it out")
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "
