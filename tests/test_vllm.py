@@ -261,6 +261,17 @@ def test_the_engine_inherits_nothing_of_the_launcher(monkeypatch):
     assert torch.equal(torch.rand(3), torch.rand(3, generator=expected))
 
 
+@pytest.mark.parametrize("threads, bound", [(2, "3,5"), (1, "nobind")], ids=["all cores", "some cores"])
+def test_the_engine_has_the_threads_of_the_trainer(threads, bound, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 3})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with environment_of_engine(torch.device("cpu")):
+        assert (os.environ["OMP_NUM_THREADS"], os.environ["VLLM_CPU_OMP_THREADS_BIND"]) == (str(threads), bound)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+    with environment_of_engine(torch.device("cpu")):
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+
+
 def test_without_vllm_the_extra_is_named(model, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'firedistill\[vllm\]'"):

@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import peft
+import psutil
 import torch
 import transformers
 from rich.table import Table
@@ -110,12 +111,11 @@ def rows(
 
 
 def processor_time() -> float:
-    """Seconds of CPU time of this process and, on Linux, of the children that `multiprocessing` started."""
+    """Seconds of CPU time of this process and of those that it started, directly or not."""
     total = time.process_time()
-    for child in multiprocessing.active_children():
-        with suppress(OSError):
-            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            total += sum(child.cpu_times()[:2])
     return total
 
 

@@ -264,7 +264,8 @@ def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -
 
 @contextmanager
 def environment_of_engine(device: torch.device) -> Iterator[None]:
-    """What the child process inherits: nothing of the launcher's, one GPU, and signals that only the trainer handles blocked.
+    """What the child process inherits: nothing of the launcher's, one GPU or the trainer's number of threads, and signals that only the
+    trainer handles blocked.
 
     The caller's environment and random state are restored; vLLM changes both.
     """
@@ -273,6 +274,11 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
     os.environ[STARTED_BY_TRAINER] = "1"
+    if device.type == "cpu":  # by itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores
+        available, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+        bound = ",".join(map(str, available)) if threads >= len(available) else "nobind"
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
     # What a child process that is killed has left is removed at the end, with a warning.
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [saved.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]))
     if device.type == "cuda":
