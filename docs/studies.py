@@ -1,0 +1,221 @@
+"""The numbers of docs/results.md, from the runs of the study suites.
+
+    python docs/studies.py collect runs/study-parts    # writes docs/studies/study-parts.csv, a row per finished run
+    python docs/studies.py tables                      # writes the tables between the marks in docs/results.md
+
+A row holds the settings that the study varies, the numbers of the last evaluation, statistics of the training log, and the answers to
+every held-out problem: `greedy` has a digit per problem, 1 for a right answer; `sampled` has the number of right samples.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+STUDIES = Path(__file__).parent / "studies"
+PAGE = Path(__file__).parent / "results.md"
+KEYS = ["method", "variant", "rate", "seed"]
+FINAL = [
+    "accuracy",
+    "stderr",
+    "well_formed_rate",
+    "response_length",
+    "sampled_accuracy",
+    "pass_at_8",
+    "sampled_entropy",
+    "distinct_answers",
+    "also_arithmetic:hard",
+]
+LOGGED = ["grad_norm", "policy_kl", "policy_kl_max", "policy_step", "max_bound_ratio"]  # median and largest
+WEIGHTS = ["alpha_format", "alpha_parser", "alpha_answer", "alpha_verifier", "alpha_hint"]  # mean
+RESAMPLES = 10_000
+
+
+def collect(suite: Path) -> pd.DataFrame:
+    """A row per finished run of a suite."""
+    from firedistill.report.read import read_suite
+
+    runs, _, _ = read_suite(suite)
+    rows = []
+    for run in runs:
+        if not run.finished:
+            continue
+        evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).iloc[-1]
+        log = pd.read_json(run.folder / "metrics.jsonl", lines=True)
+        name = run.name.removeprefix(f"lab-{run.method}").removesuffix(f"-seed{run.seed}").strip("-")
+        rate = re.search(r"(?:^|-)lr([\d.]+)x$", name)
+        row = {"method": run.method, "variant": name[: rate.start()] if rate else name, "rate": float(rate[1]) if rate else 1.0}
+        row |= {"seed": run.seed} | {key: evaluations[key] for key in FINAL if key in evaluations}
+        row |= {"sampled_right_last_tenth": log["correct_rate"].iloc[-len(log) // 10 :].mean()}
+        row |= {"generated_tokens": log["cumulative_generated_tokens"].iloc[-1]}
+        for key in LOGGED:
+            if key in log and log[key].notna().any():
+                row |= {f"{key}_median": log[key].median(), f"{key}_largest": log[key].max()}
+        row |= {key: log[key].mean() for key in WEIGHTS if key in log}
+        row |= {"marked": "; ".join(sorted({event.rule for event in run.events}))}
+        row |= {"greedy": answers(run.folder, "eval", run.max_steps), "sampled": answers(run.folder, "sampled", run.max_steps)}
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values(KEYS, kind="stable")
+
+
+def answers(folder: Path, kind: str, step: int) -> str:
+    """A digit per held-out problem, in the order of their ids: how many of its answers are right. A mark before it, so that programs read text."""
+    path = folder / "rollouts" / f"{kind}_{step:06d}.parquet"
+    if not path.is_file():
+        return ""
+    counts = pq.read_table(path, columns=["uid", "correct"]).to_pandas().groupby("uid")["correct"].sum()
+    assert counts.max() < 10, f"{path}: more than nine samples per problem do not fit a digit"
+    return "=" + "".join(map(str, counts.sort_index()))
+
+
+def matrix(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Share of right answers by seed (row) and problem (column), in percent."""
+    digits = np.array([[int(digit) for digit in text[1:]] for text in rows[kind]], dtype=float)
+    return pd.DataFrame(100 * digits / (8 if kind == "sampled" else 1), index=rows["seed"].to_list())
+
+
+def difference(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> tuple[float, float, float, list[float]]:
+    """Accuracy minus that of the reference: points, the ends of a 95 % interval, and each seed's own.
+
+    The interval is that of a bootstrap that draws seeds and problems, both with replacement. With few seeds it is too narrow.
+    """
+    first, second = matrix(rows, kind), matrix(reference, kind)
+    seeds = first.index.intersection(second.index)
+    apart = (first.loc[seeds] - second.loc[seeds]).to_numpy()
+    generator = np.random.default_rng(0)
+    of_seeds = generator.multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), RESAMPLES) / len(seeds)
+    of_problems = generator.multinomial(apart.shape[1], np.full(apart.shape[1], 1 / apart.shape[1]), RESAMPLES) / apart.shape[1]
+    drawn = np.einsum("rs,sp,rp->r", of_seeds, apart, of_problems)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(apart.mean()), float(low), float(high), apart.mean(axis=1).tolist()
+
+
+# ---- Cells -------------------------------------------------------------------------------------------------------------------------
+
+
+def spread(values: pd.Series, digits: int = 1) -> str:
+    """Mean ± sample standard deviation over seeds."""
+    mean = f"{values.mean():.{digits}f}"
+    return f"{mean} ± {values.std():.{digits}f}" if len(values) > 1 else mean
+
+
+def apart(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> str:
+    mean, low, high, _ = difference(rows, reference, kind)
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def select(table: pd.DataFrame, **values: object) -> pd.DataFrame:
+    for key, value in values.items():
+        table = table[table[key] == value]
+    return table
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+# ---- Tables ------------------------------------------------------------------------------------------------------------------------
+
+PARTS = {
+    ("full_context", ""): "none (Full Context)",
+    ("full_context", "attribution"): "attribution",
+    ("full_context", "projection"): "projection",
+    ("full_context", "both"): "attribution, projection",
+    ("routing", ""): "routing",
+    ("no_projection", ""): "routing, attribution",
+    ("no_attribution", ""): "routing, projection",
+    ("fire", ""): "routing, attribution, projection (FIRE)",
+}
+
+
+def parts(table: pd.DataFrame, rate: float) -> str:
+    header = ["parts", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "entropy, nats", "gradient norm: median, largest"]
+    header += ["policy KL per step, 1e-4 nats: median, largest"]
+    rows, table = [], select(table, rate=rate)
+    fire = select(table, method="fire", variant="")
+    for (method, variant), title in PARTS.items():
+        found = select(table, method=method, variant=variant)
+        if len(found):
+            same = apart(found, fire, "sampled") if method != "fire" else ""
+            row = [title, str(len(found)), spread(100 * found["accuracy"]), spread(100 * found["sampled_accuracy"]), same]
+            row += [spread(found["sampled_entropy"], 3)]
+            row += [f"{found['grad_norm_median'].mean():.3f}, {found['grad_norm_largest'].max():.2f}"]
+            row += [f"{1e4 * found['policy_kl_median'].mean():.2f}, {1e4 * found['policy_kl_largest'].max():.0f}"]
+            rows.append(row)
+    return markdown(header, rows)
+
+
+def noise(table: pd.DataFrame, place: str) -> str:
+    header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
+    header += ["weight that left the noisy field's view", "that of all other fields"]
+    field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
+    others = [key for key in WEIGHTS if key != field and key in table]
+    for variant in sorted({name for name in table["variant"] if name.startswith(place)}, key=lambda name: float(name.rpartition("-")[2])):
+        fire, plain = (select(table, variant=variant, method=method) for method in ("fire", "no_attribution"))
+        if len(fire) and len(plain):
+            row = [variant.rpartition("-")[2], str(len(fire)), spread(100 * fire["sampled_accuracy"])]
+            row += [spread(100 * plain["sampled_accuracy"]), apart(fire, plain, "sampled")]
+            row += [spread(fire[field], 3), spread(fire[others].sum(axis=1), 3)]
+            rows.append(row)
+    return markdown(header, rows)
+
+
+def beside_fire(table: pd.DataFrame) -> str:
+    header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "harder problems, %", "entropy, nats", "generated tokens"]
+    rows, fire = [], select(table, method="fire", variant="")
+    for (method, variant), found in table.groupby(["method", "variant"], sort=False):
+        reference = select(table, method="fire", variant=variant if variant == "law" else "")
+        same = apart(found, reference, "sampled") if method != "fire" and len(reference) else ""
+        row = [f"`{method}`{f' ({variant})' if variant else ''}", str(len(found)), spread(100 * found["accuracy"])]
+        row += [spread(100 * found["sampled_accuracy"]), same]
+        row += [spread(100 * found["also_arithmetic:hard"]) if "also_arithmetic:hard" in found else ""]
+        rows.append([*row, spread(found["sampled_entropy"], 3), f"{found['generated_tokens'].mean():,.0f}"])
+    return markdown(header, rows) if len(fire) else ""
+
+
+TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
+    "parts-1": ("study-parts", lambda table: parts(table, 1)),
+    "parts-4": ("study-parts", lambda table: parts(table, 4)),
+    "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
+    "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
+    "controls": ("study-controls", beside_fire),
+    "tropd": ("study-tropd", beside_fire),
+}
+
+
+def with_tables(text: str) -> str:
+    """The page with its tables computed from the files of the studies."""
+
+    def table(found: re.Match[str]) -> str:
+        study, function = TABLES[found["name"]]
+        rows = pd.read_csv(STUDIES / f"{study}.csv", keep_default_na=False, na_values=["NaN"], dtype={"variant": str})
+        numbers = [key for key in rows if key not in ("method", "variant", "marked", "greedy", "sampled")]
+        rows[numbers] = rows[numbers].apply(pd.to_numeric)
+        return f"<!-- table {found['name']} -->\n\n{function(rows)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table (?P<name>[\w-]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["collect", *suites] if suites:
+            STUDIES.mkdir(exist_ok=True)
+            for suite in map(Path, suites):
+                rows = collect(suite)
+                rows.to_csv(STUDIES / f"{suite.name}.csv", index=False, float_format="%.6g")
+                print(f"{STUDIES / suite.name}.csv: {len(rows)} finished runs")
+        case ["tables"]:
+            PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
