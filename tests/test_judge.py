@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -24,6 +20,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_server import Answer, any_reply, chat, serving
 from firedistill import Example, Task, Verdict, load_task
 from firedistill.cli.main import main
 from firedistill.cli.preflight import check_feedback, check_golds, check_judge
@@ -48,86 +45,10 @@ KEY = "sk-do-not-write-me-anywhere"
 EXAMPLE = Example("toy/train/0", "What is 2 + 2?", "4", solution="2 + 2 = 4")
 
 
-class Answer:
-    """What the server sends: a status, a body, headers, and what goes wrong on the way."""
-
-    def __init__(self, body="", status=200, headers=None, delay=0.0, cut=False, endless=False, drip=0.0):
-        self.body, self.status, self.headers, self.delay = body, status, headers or {}, delay
-        self.cut, self.endless, self.drip = cut, endless, drip
-
-
-def chat(content, prompt_tokens=100, reply_tokens=10, finish="stop", **options) -> Answer:
-    message = {"role": "assistant", "content": content if isinstance(content, str | None) else json.dumps(content)}
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": reply_tokens}
-    return Answer(json.dumps({"choices": [{"message": message, "finish_reason": finish}], "usage": usage}), **options)
-
-
-class Server(ThreadingHTTPServer):
-    """A chat endpoint. `reply(request, number)` returns an `Answer`, or the content of one."""
-
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests, self.headers, self.running, self.most = [], [], 0, 0
-        self.lock = threading.Lock()
-        self.reply = lambda request, number: {"remark": "Add the numbers."}
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def handle_error(self, request, client_address):
-        """Clients that hang up are part of the tests."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        server = self.server
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            number = len(server.requests)
-            server.requests.append((self.path, request))
-            server.headers.append(dict(self.headers))
-            server.running += 1
-            server.most = max(server.most, server.running)
-        try:
-            answer = server.reply(request, number)
-            self.send(answer if isinstance(answer, Answer) else chat(answer))
-        finally:
-            with server.lock:
-                server.running -= 1
-
-    def do_GET(self):
-        self.send(Answer(json.dumps({"data": [{"id": "served"}]})))
-
-    def send(self, answer: Answer):
-        time.sleep(answer.delay)
-        body = answer.body.encode("utf-8", "surrogatepass") if isinstance(answer.body, str) else answer.body
-        self.send_response(answer.status)
-        for name, value in answer.headers.items():
-            self.send_header(name, value)
-        if not answer.endless:
-            self.send_header("Content-Length", str(len(body) + (100 if answer.cut else 0)))
-        self.end_headers()
-        if answer.drip:
-            for byte in body:
-                self.wfile.write(bytes([byte]))
-                time.sleep(answer.drip)
-        while answer.endless:
-            self.wfile.write(b"x" * 65536)
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture
 def server():
-    with Server() as found:
-        threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    with serving() as found:
         yield found
-        found.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +118,11 @@ def test_a_wrong_file_is_refused_by_name(changes, message, tmp_path):
 
 
 def test_what_is_not_a_judge_file_is_refused(tmp_path):
-    for content, message in (("[1, 2]", "expected a mapping"), ("url: x", "model is missing|expected an address"), ("a: *b", "not|alias")):
+    for content, message in (
+        ("[1, 2]", "expected a mapping"),
+        ("url: x", "model is missing|expected an address"),
+        ("a: *b", "not|alias"),
+    ):
         (tmp_path / "j.yaml").write_text(content)
         with pytest.raises(ValueError, match=message):
             load_judge(tmp_path / "j.yaml")
@@ -211,7 +136,14 @@ def test_the_fingerprint_is_that_of_what_the_replies_depend_on(tmp_path):
     file = load_judge(judge_file(tmp_path, "http://host/v1"))
     for same in ({"url": "http://other/v1"}, {"concurrency": 2}, {"price": {"input": 1.0}}, {"timeout": 1.0}, {"retries": 0}):
         assert replace(file, **same).fingerprint == file.fingerprint
-    for other in ({"model": "b"}, {"prompt": "{response}"}, {"temperature": 1.0}, {"seed": 1}, {"reply": {"x": "y"}}, {"extra": {"a": 1}}):
+    for other in (
+        {"model": "b"},
+        {"prompt": "{response}"},
+        {"temperature": 1.0},
+        {"seed": 1},
+        {"reply": {"x": "y"}},
+        {"extra": {"a": 1}},
+    ):
         assert replace(file, **other).fingerprint != file.fingerprint
 
 
@@ -245,10 +177,16 @@ def test_the_request_is_what_the_file_says(server, tmp_path):
     system, user = request["messages"]
     assert system == {"role": "system", "content": "Be strict."} and request["messages"] == opinion.messages
     first, _, keys = user["content"].partition("\n\nReply with one JSON object")
-    assert first == "{json} Q: What is 2 + 2? A: 4 S: (none) H: count R: it is {answer} {{ x }} {% if %} {0}", "nothing is interpreted"
+    assert first == "{json} Q: What is 2 + 2? A: 4 S: (none) H: count R: it is {answer} {{ x }} {% if %} {0}", (
+        "nothing is interpreted"
+    )
     assert "- remark: a text. One sentence.\n- grade: a whole number from 1 to 5. How good" in keys
     schema = request["response_format"]["json_schema"]["schema"]
-    assert schema == schema_of(load_judge(path)) and schema["required"] == ["remark", "grade"] and not schema["additionalProperties"]
+    assert (
+        schema == schema_of(load_judge(path))
+        and schema["required"] == ["remark", "grade"]
+        and not schema["additionalProperties"]
+    )
 
 
 def test_text_of_any_kind_arrives(server, tmp_path):
@@ -359,7 +297,9 @@ def test_a_reply_that_cannot_be_used_is_asked_for_again_with_the_reason(server, 
     server.reply = lambda request, number: replies[number]
     judge = Judge(load_judge(judge_file(tmp_path, server)))
     opinion = judge.begin("q", EXAMPLE, "5").result()
-    assert opinion.values == {"remark": "Add."} and opinion.counts["judge_invalid"] == 2 and not opinion.counts.get("judge_failed")
+    assert (
+        opinion.values == {"remark": "Add."} and opinion.counts["judge_invalid"] == 2 and not opinion.counts.get("judge_failed")
+    )
     again = [request["messages"][2:] for _, request in server.requests]
     assert again[0] == [] and again[2][:2] == again[1] and again[1][0] == {"role": "assistant", "content": "no idea {x} {{y}}"}
     assert "it holds no JSON object" in again[1][1]["content"] and "'remark' is 5, expected a text" in again[2][3]["content"]
@@ -461,7 +401,10 @@ def test_endless_slow_and_dropped_answers(server, tmp_path):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (Answer('{"error": {"message": "no such key"}}', 401), r"refuses a request without a key; .* \(status 401: no such key\)"),
+        (
+            Answer('{"error": {"message": "no such key"}}', 401),
+            r"refuses a request without a key; .* \(status 401: no such key\)",
+        ),
         (Answer("", 302, {"Location": "http://elsewhere/"}), "redirects to 'http://elsewhere/', which is not followed"),
         (Answer('{"message": "no model"}', 404), "model 'judge' is not one of served"),
         (Answer("no", 405), r"refuses a request \(status 405: no\)"),
@@ -487,7 +430,11 @@ def test_nobody_there(tmp_path):
 
 def test_pieces_of_the_endpoint():
     assert check_url("http://h:1/v1/chat/completions/") == "http://h:1/v1" == check_url("http://h:1/v1/")
-    assert retry_after("2.5") == 2.5 and retry_after("-1") == 0 and retry_after(None) is retry_after("soon") is retry_after("nan") is None
+    assert (
+        retry_after("2.5") == 2.5
+        and retry_after("-1") == 0
+        and retry_after(None) is retry_after("soon") is retry_after("nan") is None
+    )
     assert 5 < retry_after(formatdate(time.time() + 10, usegmt=True)) <= 10
     assert message_of(b'{"error": {"message": "a\\n b"}}') == "a b" and message_of(b"<p>x</p>") == "<p>x</p>"
     assert message_of(b'{"error": {"error": 5}}') == '{"error": {"error": 5}}' and len(message_of(b"x" * 10_000)) == 300
@@ -550,7 +497,9 @@ def test_verdicts_of_a_judge_begin_while_others_are_sampled(server, tmp_path):
     prompts, _ = fitting_prompts(task, encoder, ToyTask().examples("train", 12), settings, TokenBudget())
     rollouts = Sampler(engine, task, encoder, settings, TokenBudget(), seed=1).student(prompts)
     assert sampled[0] == 0 < sampled[-1], "the first batch is judged while the others are sampled"
-    assert {rollout.verdict.correct for rollout in rollouts} == {True, False} and task.begins("verify") and task.begins("feedback")
+    assert (
+        {rollout.verdict.correct for rollout in rollouts} == {True, False} and task.begins("verify") and task.begins("feedback")
+    )
     wrong = next(rollout for rollout in rollouts if not rollout.verdict.correct)
     requests = len(server.requests)
     fields = task.feedback(wrong.example, wrong.response.text, wrong.verdict)
@@ -577,7 +526,10 @@ def test_a_blocked_task_does_not_hold_the_judge_up(server, tmp_path, monkeypatch
 def programs(count: int):
     test = call_test("f", [1], 2)
     examples = [code_example(f"code/{n}", "Write f.", "f", [test]) for n in range(count)]
-    return [(e, f"```python\nimport time\ndef f(x):\n    time.sleep(0.2)\n    return x + {n % 2}\n```") for n, e in enumerate(examples)]
+    return [
+        (e, f"```python\nimport time\ndef f(x):\n    time.sleep(0.2)\n    return x + {n % 2}\n```")
+        for n, e in enumerate(examples)
+    ]
 
 
 def test_programs_are_verified_several_at_a_time_with_the_same_verdicts(monkeypatch):
@@ -683,7 +635,11 @@ def test_replies_on_disk(tmp_path):
     again = Replies()
     again.open(tmp_path / "judge", "replies-1.jsonl")
     assert again.get("k") == Completion("one\n\ud800", True, "", 1, 2, 0.5), "a process reads its own replies first"
-    assert again.get("early") == Completion("a") and again.get("mine").text == "first" and again.get("torn") is again.get("bad") is None
+    assert (
+        again.get("early") == Completion("a")
+        and again.get("mine").text == "first"
+        and again.get("torn") is again.get("bad") is None
+    )
     again.put("after", Completion("z"))
     last = Replies()
     last.open(tmp_path / "judge", "eval-0.jsonl")
@@ -708,22 +664,16 @@ def test_a_disk_that_is_full_loses_no_reply(tmp_path, monkeypatch, caplog):
 
 
 FIELDS = {"reply": {"remark": "A remark."}}
-RUBRIC = {"criteria": {"length": "It has an even length.", "tone": {"description": "It is polite.", "points": 2}}, "threshold": 0.5}
-
-
-def opinion_of(request):
-    """A reply that depends on the content alone."""
-    content = request["messages"][1]["content"]
-    number = sum(content.encode())
-    if "remark" in request["response_format"]["json_schema"]["schema"]["properties"]:
-        return {"remark": f"Remark {number % 97} about it."}
-    return {"length": number % 2, "length_reason": "counted", "tone": number % 3, "tone_reason": f"tone {number % 7}"}
+RUBRIC = {
+    "criteria": {"length": "It has an even length.", "tone": {"description": "It is polite.", "points": 2}},
+    "threshold": 0.5,
+}
 
 
 @pytest.mark.parametrize("content", [FIELDS, RUBRIC], ids=["field", "rubric"])
 def test_fire_trains_with_a_judge(content, server, checkpoint, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    server.reply = lambda request, number: chat(opinion_of(request)) if number != 5 else chat("nonsense")
+    server.reply = lambda request, number: chat(any_reply(request, number)) if number != 5 else chat("nonsense")
     path = judge_file(tmp_path, server, key="JUDGE_KEY", price={"input": 1.0, "output": 2.0}, **content)
     trainer = run_trainer(checkpoint, tmp_path / "run", judge=str(path))
     trainer.train()
@@ -732,8 +682,14 @@ def test_fire_trains_with_a_judge(content, server, checkpoint, tmp_path, monkeyp
     trained = [row for row in rows if "alpha_full" in row]
     assert trained and all(f"alpha_{name}" in row for row in trained for name in names)
     everything = rows + evals
-    total = {name: sum(row.get(name, 0) for row in everything) for name in ("judge_requests", "judge_prompt_tokens", "judge_invalid")}
-    assert total == {"judge_requests": len(server.requests), "judge_prompt_tokens": 100 * len(server.requests), "judge_invalid": 1}
+    total = {
+        name: sum(row.get(name, 0) for row in everything) for name in ("judge_requests", "judge_prompt_tokens", "judge_invalid")
+    }
+    assert total == {
+        "judge_requests": len(server.requests),
+        "judge_prompt_tokens": 100 * len(server.requests),
+        "judge_invalid": 1,
+    }
     assert sum(row.get("judge_price", 0) for row in everything) == pytest.approx(len(server.requests) * (100 + 2 * 10) / 1e6)
     if content is RUBRIC:
         assert any(row.get("judge_requests") for row in evals) and 0 < sum(row["correct_rate"] for row in rows) < 4
@@ -755,60 +711,45 @@ def run_directory(folder: Path):
 
 
 def test_a_killed_run_resumes_to_the_same_bits_and_asks_nothing_again(server, checkpoint, tmp_path):
-    lock, given = threading.Lock(), {}
+    given, lock = {}, threading.Lock()
 
     def reply(request, number):
-        """Different at every request, as with sampling; the first reply to a content is remembered."""
-        content = opinion_of(request)
+        """What nobody can foresee, and the same for both runs."""
         with lock:
-            content["tone_reason"] = f"reply {number}"
-            given.setdefault(request["messages"][1]["content"], number)
-        return content
+            return given.setdefault(json.dumps(request), any_reply(request, number) | {"tone_reason": f"reply {number}"})
 
     server.reply = reply
     path = judge_file(tmp_path, server, **RUBRIC)
     whole, run = tmp_path / "whole", tmp_path / "run"
     run_trainer(checkpoint, whole, judge=str(path)).train()
-    first = len(server.requests)
-    assert first == len(given) and len(read_jsonl(whole / "metrics.jsonl")) == 4
-    # The replies of the whole run up to the middle, as a killed process leaves them, with a line that it did not finish.
-    lines = (whole / "judge" / "replies-0.jsonl").read_bytes().split(b"\n")
-    (run / "judge").mkdir(parents=True)
-    script = textwrap.dedent(
-        f"""
-        import os, signal, sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from tiny import run_trainer
-        from transformers import TrainerCallback
-        import shutil
-        trainer = run_trainer({checkpoint!r}, {str(run)!r}, judge={str(path)!r})
-        class Kill(TrainerCallback):
-            def on_step_begin(self, args, state, control, **kwargs):
-                if state.global_step == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        begin = trainer.guarded.begin_run
-        def with_replies(folder, process, train=True):
-            (folder / "judge").mkdir(exist_ok=True)
-            shutil.copy({str(whole / "judge" / "replies-0.jsonl")!r}, folder / "judge")
-            begin(folder, process, train)
-        trainer.guarded.begin_run = with_replies
-        trainer.add_callback(Kill())
-        trainer.train()
-        """
-    )
-    (run / "judge").rmdir()
+    of_whole = len(server.requests)
+    assert of_whole == len(given), "no question is asked twice"
+    script = f"""
+import os, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from tiny import run_trainer
+from transformers import TrainerCallback
+
+class Kill(TrainerCallback):
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+trainer = run_trainer({checkpoint!r}, {str(run)!r}, judge={str(path)!r})
+trainer.add_callback(Kill())
+trainer.train()
+"""
     killed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    assert len(server.requests) == first and lines
     with (run / "judge" / "replies-0.jsonl").open("ab") as file:
         file.write(b'{"key": "torn')
     run_trainer(checkpoint, run, judge=str(path)).train()
-    assert len(server.requests) == first, "a resumed run asks nothing again"
+    assert len(server.requests) == 2 * of_whole, "the resumed run asks for no reply that the killed one had"
+    assert any(row.get("judge_cached", 0) > 0 for row in read_jsonl(run / "metrics.jsonl"))
     assert run_directory(run) == run_directory(whole)
 
 
 def test_a_run_whose_judge_has_changed_is_refused(server, checkpoint, tmp_path):
-    server.reply = lambda request, number: opinion_of(request)
     path = judge_file(tmp_path, server)
     run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=2).train()
     judge_file(tmp_path, server, url=f"{server.url}/", concurrency=2)
@@ -824,7 +765,7 @@ def test_a_run_whose_judge_has_changed_is_refused(server, checkpoint, tmp_path):
 
 def test_an_endpoint_that_goes_down_ends_the_run_and_a_resumed_one_goes_on(server, checkpoint, tmp_path):
     down = threading.Event()
-    server.reply = lambda request, number: Answer("gone", 503) if down.is_set() else opinion_of(request)
+    server.reply = lambda request, number: Answer("gone", 503) if down.is_set() else any_reply(request, number)
     path = judge_file(tmp_path, server, retries=1, **RUBRIC)
     trainer = run_trainer(checkpoint, tmp_path / "run", judge=str(path))
     from transformers import TrainerCallback
@@ -878,20 +819,9 @@ def test_one_request_is_made_before_training(server, checkpoint, tmp_path):
     assert list(check_judge(load_setup(run_config(checkpoint, tmp_path / "run"), task=ToyTask()))) == []
 
 
-@contextmanager
-def inside(folder: Path):
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
-
-
 def test_rows_without_answers_train_with_a_verdict_of_the_judge(server, checkpoint, tmp_path, capsys):
     rows = [{"prompt": f"Write a line about {word}.", "points": f"mentions {word}"} for word in "abcdefghijkl"]
     (tmp_path / "essays.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    server.reply = lambda request, number: opinion_of(request)
     path = judge_file(tmp_path, server, prompt="{question} Look for: {row.points}\n{response}", **RUBRIC)
     with pytest.raises(ValueError, match="no column is known to hold the answer"):
         load_task(str(tmp_path / "essays.jsonl"))
@@ -904,7 +834,9 @@ def test_rows_without_answers_train_with_a_verdict_of_the_judge(server, checkpoi
     assert contents and all(re.search(r"Write a line about (\w)\. Look for: mentions \1\n", content) for content in contents)
     rows[0]["points"] = rows[1]["points"] = "something else"
     (tmp_path / "essays.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    other = run_trainer(checkpoint, tmp_path / "b", task=str(tmp_path / "essays.jsonl"), judge=str(path), max_steps=1, eval_size=2)
+    other = run_trainer(
+        checkpoint, tmp_path / "b", task=str(tmp_path / "essays.jsonl"), judge=str(path), max_steps=1, eval_size=2
+    )
     assert other.identity()["given"]["judge_file"] == identity["judge_file"]
     assert {name: other.identity()["given"][name] != identity[name] for name in ("train_data", "eval_data")} != {
         "train_data": False,
@@ -919,7 +851,9 @@ def test_the_data_command_shows_what_is_asked_and_said(server, tmp_path, capsys,
     monkeypatch.chdir(tmp_path)
     assert main(["data", "my.jsonl", "--judge", str(path), "--rows", "2"]) == 0
     shown = capsys.readouterr().out
-    assert 'the judge replies: {"remark": "Count again, {carefully}."}' in shown and "remark: Count again, {carefully}." in shown
+    assert (
+        'the judge replies: {"remark": "Count again, {carefully}."}' in shown and "remark: Count again, {carefully}." in shown
+    )
     assert "the judge is asked about the first row, user:" in shown and "Task:\n    0 + 1?" in shown
     assert len(server.requests) == 2, "the checks of golds and feedback ask nothing"
     assert main(["data", "my.jsonl", "--judge", str(judge_file(tmp_path, server, **RUBRIC)), "--rows", "1", "--json"]) == 2
@@ -934,7 +868,6 @@ def test_the_data_command_shows_what_is_asked_and_said(server, tmp_path, capsys,
 
 
 def test_an_evaluation_reads_the_replies_of_its_run(server, checkpoint, tmp_path, capsys):
-    server.reply = lambda request, number: opinion_of(request)
     path = judge_file(tmp_path, server, **RUBRIC)
     run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=1).train()
     before = len(server.requests)
@@ -946,8 +879,34 @@ def test_an_evaluation_reads_the_replies_of_its_run(server, checkpoint, tmp_path
     assert main([*words, "--max_new_tokens", "5"]) == 0 and len(server.requests) == asked_once
 
 
+def test_a_judge_that_nobody_reads_is_refused(server, checkpoint, tmp_path):
+    path = judge_file(tmp_path, server)
+    for changes in ({"method": "on_policy_sft"}, {"method": "full_context", "teacher_feedback": False}):
+        with pytest.raises(ValueError, match="gives feedback fields, which nothing reads with method"):
+            setup_of(checkpoint, tmp_path / "run", path, **changes)
+    (tmp_path / "judge.yaml").write_text(path.read_text() + "key: JUDGE_KEY\n")
+    config = run_config(checkpoint, tmp_path / "run", judge=str(path))
+    with pytest.raises(ValueError, match="variable JUDGE_KEY is not set"):
+        load_setup(config, task=ToyTask())
+    path = judge_file(tmp_path, server, **RUBRIC)
+    trainer = run_trainer(checkpoint, tmp_path / "sft", judge=str(path), method="on_policy_sft", max_steps=1)
+    trainer.train()
+    assert len(server.requests) > 0 and 0 <= trainer.last_metrics["correct_rate"] <= 1
+
+
+def test_without_teacher_feedback_nothing_is_begun(server, checkpoint, tmp_path):
+    path = judge_file(tmp_path, server, reply={"ok": {"type": "boolean"}, "remark": "x"}, verdict="ok")
+    trainer = run_trainer(
+        checkpoint, tmp_path / "run", judge=str(path), method="full_context", teacher_feedback=False, max_steps=1, eval_size=0
+    )
+    trainer.train()
+    assert len(server.requests) == 4 and trainer.last_metrics["judge_requests"] == 4
+
+
 def test_a_table_keeps_what_a_judge_reads():
-    task = TableTask([{"question": "q", "answer": "a", "source": {"page": 3}}], answer="exact", eval_data=[{"question": "r", "answer": "b"}])
+    task = TableTask(
+        [{"question": "q", "answer": "a", "source": {"page": 3}}], answer="exact", eval_data=[{"question": "r", "answer": "b"}]
+    )
     assert "kept" not in task.examples("train")[0].metadata
     task.kept_columns = ("source.page", "other")
     assert task.examples("train")[0].metadata["kept"] == {"source.page": "3", "other": None}
@@ -969,7 +928,9 @@ def test_the_question_is_all_that_the_student_is_asked(server, tmp_path):
     task = JudgedTask(Plain(), None, load_judge(path))
     (example,) = task.examples("train")
     verdict = task.verify(example, "5")
-    assert verdict == Verdict(True, "5", "4", well_formed=True, lenient_correct=True) and not task.own.verify(example, "5").correct
+    assert (
+        verdict == Verdict(True, "5", "4", well_formed=True, lenient_correct=True) and not task.own.verify(example, "5").correct
+    )
     assert "system: Be brief.\n\nWhat is 2 + 2?\n\nReference answer:\n4" in server.requests[0][1]["messages"][1]["content"]
     assert not task.begins("feedback") and len(task.feedback(example, "5", verdict)) == 4
 
@@ -984,7 +945,7 @@ def test_an_endpoint_without_a_key_needs_none(server):
 def test_weights_do_not_depend_on_the_order_in_which_replies_arrive(server, checkpoint, tmp_path):
     weights = []
     for delay in (0.0, 0.05):
-        server.reply = lambda request, number, delay=delay: chat(opinion_of(request), delay=delay * (number % 3))
+        server.reply = lambda request, number, delay=delay: chat(any_reply(request, number), delay=delay * (number % 3))
         trainer = run_trainer(checkpoint, tmp_path / str(delay), judge=str(judge_file(tmp_path, server)), max_steps=2)
         trainer.train()
         weights.append(adapter_weights(trainer))

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
@@ -128,6 +128,8 @@ def load_setup(
         use_deterministic_algorithms()
     check_trackers(args.report_to)
     judge = load_judge(args.judge) if args.judge is not None else None
+    if judge is not None and not judge.decides and not (train or teacher):
+        judge = None  # nobody reads its fields
     task = named_task(task, args, judged=judge is not None and judge.decides)
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
@@ -135,7 +137,16 @@ def load_setup(
     task = cast(Task, guarded)  # has the interface of a task
     decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
-    load_objective(args.method, args.method_settings).check_teacher(args.teacher_kind, args.teacher_feedback)
+    objective = load_objective(args.method, args.method_settings)
+    objective.check_teacher(args.teacher_kind, args.teacher_feedback)
+    reads = (objective.uses_teacher and args.teacher_feedback) or (
+        isinstance(args, WarmStartConfig) and args.feedback_share > 0
+    )
+    if judge is not None and not judge.decides and not reads:
+        raise ValueError(
+            f"judge {args.judge} gives feedback fields, which nothing reads with method {args.method} and these options of the "
+            "teacher: leave judge out, or name a verdict or a threshold in the file"
+        )
     if model is None and args.model.startswith(OBJECT):
         text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
         raise ValueError(text)

@@ -177,7 +177,9 @@ def select_rollouts(
     selection = Selection()
     reasons = [reason_to_leave_out(rollout, objective, drop_unfinished) for rollout in rollouts]
     begun = [  # all of them, before the first one is waited for
-        begin_feedback(rollout, teacher.task) if reason is None and objective.needs_teacher(rollout) else None
+        begin_feedback(rollout, teacher.task)
+        if reason is None and teacher.feedback and objective.needs_teacher(rollout)
+        else None
         for rollout, reason in zip(rollouts, reasons, strict=True)
     ]
     for rollout, reason, call in zip(rollouts, reasons, begun, strict=True):

@@ -562,7 +562,6 @@ class SelfDistillTrainer(ResumableTrainer):
             self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
         self.guarded.begin_run(Path(self.args.run_dir), self.args.process_index)
-        self.guarded.take_counts()  # of the preflight
         if self.is_world_process_zero() and step == 0:
             self.save_attributions(step)
         wait_for_processes(self.model)

@@ -159,7 +159,9 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
                 (report.notes if filled else report.problems).append(text)
     first = sorted(train, key=place) if isinstance(task, TableTask) else train
     report.rows = [shown(guarded, example) for example in first[:count]]
-    report.problems += [f"{row.uid}: the judge's reply is {row.reply}" for row in report.rows if row.reply.startswith(NOT_USABLE)]
+    report.problems += [
+        f"{row.uid}: the judge's reply is {row.reply}" for row in report.rows if row.reply.startswith(NOT_USABLE)
+    ]
     return report
 
 

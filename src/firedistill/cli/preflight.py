@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 
@@ -246,6 +247,12 @@ def check_judge(setup: Setup) -> Iterator[Finding]:
         return
     example, file = examples[0], task.judge_file
     gold = next(iter(gold_responses(setup, example)), "")
+    if (
+        file.key is not None
+        and file.url.startswith("http:")
+        and urlsplit(file.url).hostname not in ("localhost", "127.0.0.1", "::1")
+    ):
+        yield Finding("warning", "judge", f"the key in {file.key} is sent to {file.url} unencrypted", "use https")
     try:
         opinion = task.ask(example, gold, trial=True).result()
     except (JudgeError, TaskFault) as error:

@@ -465,7 +465,7 @@ class Judge:
         return f"{expected}. {one_line(entry.get('description', ''))}".rstrip()
 
     async def _ask(self, messages: list[dict[str, str]], trial: bool) -> Opinion:
-        counts: dict[str, float] = defaultdict(float)
+        counts: dict[str, float] = defaultdict(int)
         asked, problem = messages, ""
         for _ in range(1 + REPEATS):
             completion = await self._complete(asked, counts, trial)

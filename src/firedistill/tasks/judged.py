@@ -55,7 +55,7 @@ class JudgedTask(GuardedTask):
         self.asks = Judge(file, columns)
         if isinstance(task, TableTask):
             task.kept_columns = self.asks.columns
-        self.counts: dict[str, float] = defaultdict(float)
+        self.counts: dict[str, float] = defaultdict(int)
 
     @property
     def judge_file(self) -> JudgeFile:
@@ -136,6 +136,6 @@ class JudgedTask(GuardedTask):
         return cost_line(self.file, folder / FOLDER)
 
     def take_counts(self) -> dict[str, float]:
-        counts, self.counts = self.counts, defaultdict(float)
+        counts, self.counts = self.counts, defaultdict(int)
         counts["judge_price"] = self.file.cost(counts["judge_prompt_tokens"], counts["judge_reply_tokens"])
         return {name: value for name, value in counts.items() if value}
