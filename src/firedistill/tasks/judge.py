@@ -333,7 +333,9 @@ def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         begin = OBJECT.search(text, end)
     if found is None:
         raise ValueError(problem)
-    return {name: found[name] for name in schema["properties"]}
+    return {
+        name: int(found[name]) if entry["type"] == "integer" else found[name] for name, entry in schema["properties"].items()
+    }
 
 
 def refuse_constant(name: str) -> Any:
@@ -445,13 +447,14 @@ class Judge:
             "answer": str(example.answer),
             "solution": example.solution,
             "response": response,
-            **{f"row.{name}": value for name, value in example.metadata.get("kept", {}).items()},
         }
+        if self.columns:
+            values |= {f"row.{name}": value for name, value in example.metadata["kept"].items()}
         prompt = self.prompt.fill(values, MISSING_VALUE)
         keys = "\n".join(f"- {name}: {self._described(entry)}" for name, entry in self.schema["properties"].items())
         asked = f"{prompt}\n\nReply with one JSON object and nothing else. Its keys, in this order:\n{keys}"
         messages = [{"role": "system", "content": self.file.system}] if self.file.system else []
-        return [*messages, {"role": "user", "content": asked.encode("utf-8", "replace").decode("utf-8")}]
+        return [*messages, {"role": "user", "content": in_unicode(asked)}]
 
     @staticmethod
     def _described(entry: Mapping[str, Any]) -> str:
@@ -479,7 +482,7 @@ class Judge:
                 counts["judge_invalid"] += 1
                 asked = [
                     *asked,
-                    {"role": "assistant", "content": shortened(completion.text, 2000) or "(empty)"},
+                    {"role": "assistant", "content": in_unicode(shortened(completion.text, 2000)) or "(empty)"},
                     {"role": "user", "content": f"This reply cannot be used: {problem}. Reply with the JSON object only."},
                 ]
             else:
@@ -563,6 +566,11 @@ def cost_line(file: JudgeFile, folder: Path) -> str:
 def one_line(text: str) -> str:
     """A text with every run of white space as one blank."""
     return " ".join(text.split())
+
+
+def in_unicode(text: str) -> str:
+    """A text with a question mark in place of every half of a surrogate pair, which no server reads."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def digest(value: Any) -> str:
