@@ -406,7 +406,9 @@ class Judge:
 
     def __init__(self, file: JudgeFile, columns: Iterable[str] = ()):
         self.file, self.schema, self.criteria = file, schema_of(file), criteria_of(file)
-        self.prompt = Template(file.prompt, [*NAMES, *(f"row.{column}" for column in columns)], "the prompt of the judge")
+        self.prompt = Template(
+            file.prompt.strip(), [*NAMES, *(f"row.{column}" for column in columns)], "the prompt of the judge"
+        )
         self.columns = tuple(dict.fromkeys(name.removeprefix("row.") for name in self.prompt.names if name.startswith("row.")))
         texts = file.fields
         if texts is None:

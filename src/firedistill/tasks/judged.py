@@ -90,7 +90,9 @@ class JudgedTask(GuardedTask):
             TaskFault: the task gives no prompt, or the example does not hold the columns that the judge's prompt names.
         """
         if self.asks.columns and "kept" not in example.metadata:
-            raise TaskFault(f"{example.uid}: the prompt of the judge names columns, which only examples of the task's own rows have")
+            raise TaskFault(
+                f"{example.uid}: the prompt of the judge names columns, which only examples of the task's own rows have"
+            )
         turns = [f"{turn['role']}: {turn['content']}" for turn in example.history]
         return self.asks.begin("\n\n".join([*turns, self.prompt(example)]), example, response, trial)
 
