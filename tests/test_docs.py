@@ -20,13 +20,16 @@ import torch
 
 import firedistill.benchmarks
 import firedistill.cli.main
+from chat_server import serving
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
 from firedistill.cli.main import COMMANDS, main
 from firedistill.cli.suite import parse, planned
 from firedistill.config import SelfDistillConfig as Config
 from firedistill.objectives import load_objective, registered_objectives
 from firedistill.run.log import read_jsonl
+from firedistill.setup import named_task
 from firedistill.suites.plan import built_in_suites, make_plan
+from firedistill.tasks.judge import load_judge
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
 
@@ -79,8 +82,15 @@ def modules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def write_own_data(folder: Path) -> None:
-    """The files that docs/own-data.md shows."""
+def write_own_data(folder: Path, judge: str = "http://localhost:8000/v1") -> None:
+    """The files that docs/own-data.md and docs/judges.md show.
+
+    Args:
+        judge: the address in the judge files.
+    """
+    for name, content in zip(("judge.yaml", "rubric.yaml"), blocks("docs/judges.md", "yaml"), strict=True):
+        (folder / name).write_text(re.sub(r"(?m)^url: .*", f"url: {judge}", content), encoding="utf-8")
+    (folder / "essays.jsonl").write_text(blocks("docs/judges.md", "jsonl")[0], encoding="utf-8")
     for name, language in (("problems.csv", "csv"), ("capitals.jsonl", "jsonl")):
         (content,) = blocks("docs/own-data.md", language)
         (folder / name).write_text(content, encoding="utf-8")
@@ -316,12 +326,13 @@ def desk(modules, finished_run, monkeypatch):
     Path("problems.jsonl").write_text(blocks("docs/code-tasks.md", "jsonl")[0], encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
-    write_own_data(place)
     for name in ("lab", "lab-rates"):
         suite, plan, _ = planned(*parse([name, "--seeds", "0", "--only", "fire"]))
         suite.widen(plan)
         shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
-    return place
+    with serving() as judge:
+        write_own_data(place, judge.url)
+        yield place
 
 
 def stop_at_the_model(monkeypatch):
@@ -384,7 +395,7 @@ def test_a_command_line_is_one_that_the_program_takes(page, line, desk, monkeypa
     except Loads as loads:
         (settings,) = loads.args
         if isinstance(settings, Config):
-            load_task(settings.task, **settings.data_options)
+            named_task(None, settings, judged=settings.judge is not None and load_judge(settings.judge).decides)
             assert settings.method == "supervised" or load_objective(settings.method, settings.method_settings)
         return
     assert status == 0, capsys.readouterr().err
@@ -399,20 +410,24 @@ def test_a_command_line_is_carried_out(line, desk, capsys):
     assert main(arguments) == 0, capsys.readouterr().err
 
 
-OWN_DATA = [line for line in command_lines(text_of("docs/own-data.md")) if line.startswith("firedistill train")]
+OWN_DATA = [
+    line
+    for page in ("docs/own-data.md", "docs/judges.md")
+    for line in command_lines(text_of(page))
+    if line.startswith("firedistill train")
+]
 
 
 @pytest.mark.parametrize("line", [*OWN_DATA, "firedistill train lab --task ./sums.py:sums"])
-def test_the_examples_of_own_data_train_the_lab_model(line, tmp_path, monkeypatch, capsys):
-    write_own_data(tmp_path)
-    monkeypatch.chdir(tmp_path)
+def test_the_examples_of_own_data_train_the_lab_model(line, desk, capsys):
     arguments = re.sub(r" --(max_steps|eval_size) \d+", "", shlex.join(arguments_of(line)))
     arguments = shlex.split(arguments)
     few = "--max_steps 2 --warmup_steps 1 --per_device_train_batch_size 2 --max_new_tokens 6 --eval_size 2 --output_dir run --use_cpu"
     assert main([*arguments, *few.split()]) == 0, capsys.readouterr().err
     rows = read_jsonl(Path("run/metrics.jsonl"))
     assert len(rows) == 2 and len(read_jsonl(Path("run/evals.jsonl"))) == 2
-    added = {"capitals.jsonl": "alpha_reference", "./words.py:backwards": "alpha_letters"}.get(arguments[3])
+    names = {"capitals.jsonl": "reference", "./words.py:backwards": "letters", "judge.yaml": "advice", "essays.jsonl": "length"}
+    added = f"alpha_{names[arguments[3]]}" if arguments[3] in names else None
     assert added is None or any(added in row for row in rows)
     assert not any("alpha_parser" in row for row in rows) or arguments[3] != "./words.py:backwards"
 

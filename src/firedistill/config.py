@@ -98,6 +98,12 @@ class SelfDistillConfig(TrainingArguments):
         effect="none",
         above=0,
     )
+    judge: str | None = training_setting(
+        None,
+        "File of a judge or a rubric (YAML): a model behind an OpenAI-compatible endpoint that adds feedback fields, or gives the "
+        "verdict, or both.",
+        effect="place",
+    )
     train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
 
     # --- Your own data

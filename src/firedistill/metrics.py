@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Metrics:
         self.sums: dict[str, list[Tensor]] = defaultdict(list)
         self.counts: dict[str, int] = defaultdict(int)
         self.maxima: dict[str, Tensor] = {}
-        self.totals: dict[str, int] = defaultdict(int)
+        self.totals: dict[str, Any] = defaultdict(int)
         self.seconds: dict[str, float] = defaultdict(float)
 
     def mean(self, **values: Tensor | float) -> None:
@@ -40,10 +41,10 @@ class Metrics:
                 largest = value.detach().float().max()
                 self.maxima[name] = torch.maximum(largest, self.maxima[name]) if name in self.maxima else largest
 
-    def total(self, **amounts: int) -> None:
-        """Add amounts to totals over the step and all processes."""
+    def total(self, **amounts: float) -> None:
+        """Add amounts to totals over the step and all processes; whole numbers stay whole."""
         for name, amount in amounts.items():
-            self.totals[name] += int(amount)
+            self.totals[name] += amount if isinstance(amount, float) else int(amount)
 
     @contextmanager
     def timed(self, name: str, device: torch.device) -> Iterator[None]:

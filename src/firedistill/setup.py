@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
@@ -28,6 +28,8 @@ from firedistill.rollouts.merging import merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
+from firedistill.tasks.judge import load_judge
+from firedistill.tasks.judged import JudgedTask
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
@@ -125,13 +127,26 @@ def load_setup(
     if args.deterministic:
         use_deterministic_algorithms()
     check_trackers(args.report_to)
-    task = named_task(task, args)
+    judge = load_judge(args.judge) if args.judge is not None else None
+    if judge is not None and not judge.decides and not (train or teacher):
+        judge = None  # nobody reads its fields
+    task = named_task(task, args, judged=judge is not None and judge.decides)
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
-    task = cast(Task, GuardedTask(task, args.task_timeout))  # has the interface of a task
+    guarded = GuardedTask(task, args.task_timeout) if judge is None else JudgedTask(task, args.task_timeout, judge)
+    task = cast(Task, guarded)  # has the interface of a task
     decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
-    load_objective(args.method, args.method_settings).check_teacher(args.teacher_kind, args.teacher_feedback)
+    objective = load_objective(args.method, args.method_settings)
+    objective.check_teacher(args.teacher_kind, args.teacher_feedback)
+    reads = (objective.uses_teacher and args.teacher_feedback) or (
+        isinstance(args, WarmStartConfig) and args.feedback_share > 0
+    )
+    if judge is not None and not judge.decides and not reads:
+        raise ValueError(
+            f"judge {args.judge} gives feedback fields, which nothing reads with method {args.method} and these options of the "
+            "teacher: leave judge out, or name a verdict or a threshold in the file"
+        )
     if model is None and args.model.startswith(OBJECT):
         text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
         raise ValueError(text)
@@ -225,19 +240,23 @@ def load_setup(
     )
 
 
-def named_task(task: Any, args: SelfDistillConfig) -> Task:
-    """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true."""
+def named_task(task: Any, args: SelfDistillConfig, judged: bool = False) -> Task:
+    """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true.
+
+    Args:
+        judged: see `load_task`.
+    """
     if task is None:
-        return load_task(args.task, **args.data_options)
+        return load_task(args.task, judged=judged, **args.data_options)
     if isinstance(task, str):
         args.task = task
-        return load_task(task, **args.data_options)
+        return load_task(task, judged=judged, **args.data_options)
     kind = type(task)
     if isinstance(task, Task) and (options := ", ".join(args.data_options)):
         raise ValueError(
             f"{options}: a task that is a {kind.__name__} says itself what its data are; leave out what is set here"
         )
-    found = task if isinstance(task, Task) else load_task(task, **args.data_options)
+    found = task if isinstance(task, Task) else load_task(task, judged=judged, **args.data_options)
     if args.task != f"{kind.__module__}:{kind.__qualname__}":
         args.task = f"{OBJECT}{kind.__qualname__}"  # not the module, which is __main__ where a script defines the class
     return found

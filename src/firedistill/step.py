@@ -23,7 +23,6 @@ from firedistill.ops.head import chunks
 from firedistill.prompts import TokenBudget, field_groups, fit_feedback, grouped, joined
 from firedistill.rollout import Rollout
 from firedistill.tasks import Example, Task
-from firedistill.tasks.coroutines import AsyncCall
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.teacher import Teacher
 
@@ -109,16 +108,14 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics
 
 
-def begin_feedback(rollout: Rollout, task: Task) -> AsyncCall | None:
-    """Begin the feedback about a response where the task's `feedback` is `async def`; None where it is a plain method."""
+def begin_feedback(rollout: Rollout, task: Task) -> Any:
+    """Begin the feedback about a response where it runs beside the caller (`GuardedTask.begins`); None where it does not."""
     if not isinstance(task, GuardedTask):
         return None
     return task.begin("feedback", rollout.example, rollout.response.text, rollout.verdict)
 
 
-def add_feedback(
-    rollout: Rollout, teacher: Teacher, max_tokens: int, begun: AsyncCall | None = None
-) -> tuple[Rollout, list[str]]:
+def add_feedback(rollout: Rollout, teacher: Teacher, max_tokens: int, begun: Any = None) -> tuple[Rollout, list[str]]:
     """The rollout with the feedback about its response, and the names of the fields that were cut to `max_tokens` in all.
 
     The feedback is the task's, in the groups of the settings. There is none if the teacher reads none.
@@ -180,7 +177,9 @@ def select_rollouts(
     selection = Selection()
     reasons = [reason_to_leave_out(rollout, objective, drop_unfinished) for rollout in rollouts]
     begun = [  # all of them, before the first one is waited for
-        begin_feedback(rollout, teacher.task) if reason is None and objective.needs_teacher(rollout) else None
+        begin_feedback(rollout, teacher.task)
+        if reason is None and teacher.feedback and objective.needs_teacher(rollout)
+        else None
         for rollout, reason in zip(rollouts, reasons, strict=True)
     ]
     for rollout, reason, call in zip(rollouts, reasons, begun, strict=True):

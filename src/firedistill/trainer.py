@@ -78,6 +78,7 @@ from firedistill.step import (
     step_seed,
 )
 from firedistill.tasks import Example
+from firedistill.tasks.guard import GuardedTask
 
 logger = logging.getLogger(__name__)
 
@@ -379,6 +380,10 @@ class SelfDistillTrainer(ResumableTrainer):
         """How far training is: 0 at the first step, 1 at the last."""
         return self.state.global_step / max(self.state.max_steps - 1, 1)
 
+    @property
+    def guarded(self) -> GuardedTask:
+        return cast(GuardedTask, self.task)
+
     def sampling_seed(self) -> int:
         return step_seed(self.args.seed, self.state.global_step, self.args.process_index)
 
@@ -433,6 +438,7 @@ class SelfDistillTrainer(ResumableTrainer):
                 wait_for_processes(self.model)
         total = time.perf_counter() - record.started
         metrics = record.metrics.merge([self.teacher.take_metrics()])
+        metrics.total(**self.guarded.take_counts())
         if halved := sum(limit.halved for limit in self.limits.values()):
             metrics.total(out_of_memory=halved)
             for limit in self.limits.values():
@@ -505,10 +511,13 @@ class SelfDistillTrainer(ResumableTrainer):
             partial(gather, self.model),
         )
         metrics_of(self.eval_engine)  # not of a training step
+        judge = Metrics()
+        judge.total(**self.guarded.take_counts())
+        of_judge = over_processes(gather_object([judge])).row()
         step = self.state.global_step
         if self.run_log is not None:
             counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
-            self.run_log.evaluation({"step": step, **counters, **found.summary})
+            self.run_log.evaluation({"step": step, **counters, **found.summary, **of_judge})
         self.log_rollouts(found.greedy, step, prefix="eval")
         self.log_rollouts(found.sampled, step, prefix="sampled")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
@@ -528,7 +537,16 @@ class SelfDistillTrainer(ResumableTrainer):
             examples, base = self.train_dataset.examples, model_fingerprint(self.model)
             kind, own = self.args.teacher_kind, self.setup.teacher_model
             teacher = kind if own is None else model_fingerprint(own)
-            self._identity = identity(self.args.resolved(), examples, self.eval_examples, base, self.args.world_size, teacher)
+            judge = self.guarded.judge_file
+            self._identity = identity(
+                self.args.resolved(),
+                examples,
+                self.eval_examples,
+                base,
+                self.args.world_size,
+                teacher,
+                None if judge is None else judge.fingerprint,
+            )
         return self._identity
 
     def begin_run(self, step: int) -> None:
@@ -543,8 +561,9 @@ class SelfDistillTrainer(ResumableTrainer):
             self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
-            if step == 0:
-                self.save_attributions(step)
+        self.guarded.begin_run(Path(self.args.run_dir), self.args.process_index)
+        if self.is_world_process_zero() and step == 0:
+            self.save_attributions(step)
         wait_for_processes(self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -614,6 +633,7 @@ class SelfDistillTrainer(ResumableTrainer):
         except (ValueError, OSError) as error:  # a task's data, memory, the disk
             logger.error("the attribution of step %d is missing (%s); the run does not depend on it", step, error)
         self.teacher.take_metrics()  # not of a training step
+        self.guarded.take_counts()
         restore_random_state(state)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:

@@ -80,13 +80,14 @@ class WarmStartTrainer(SelfDistillTrainer):
                 messages = teacher_messages(self.task, example, fitted)
         solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)
-        return Rollout(example, self.encoder.encode(messages), response, self.task.verify(example, example.solution)), failed
+        verdict = self.guarded.own.verify(example, example.solution)
+        return Rollout(example, self.encoder.encode(messages), response, verdict), failed
 
     def wrong_attempt(self, example: Example, draw: random.Random) -> tuple[str, Verdict]:
         """The solution of another problem with another answer; an empty attempt where none of 20 draws is one."""
         for _ in range(20):
             attempt = draw.choice(self.train_dataset.examples).solution or ""
-            verdict = self.task.verify(example, attempt)
+            verdict = self.guarded.own.verify(example, attempt)  # a judge, if any, is asked for feedback only
             if not verdict.correct:
                 return attempt, verdict
-        return "", self.task.verify(example, "")
+        return "", self.guarded.own.verify(example, "")

@@ -21,6 +21,8 @@ from firedistill.recipes import built_in_recipes
 from firedistill.setup import Setup
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks.judge import Opinion, load_judge
+from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.table import Scan, Template
 from firedistill.terminal import quiet_libraries, shortened, visible
 
@@ -33,6 +35,9 @@ firedistill train that name data have the same meaning here. No model is loaded.
 """
 
 
+NOT_USABLE = "not usable"
+
+
 @dataclass
 class Shown:
     """One row.
@@ -43,6 +48,8 @@ class Shown:
         judged: responses and their verdicts, the first of which states the gold answer.
         wrong: the response that the feedback is about.
         teacher: the content of the teacher's message about it.
+        asked: the messages to the judge about it; none without a judge.
+        reply: what the judge replied, as JSON, or why its reply cannot be used.
     """
 
     uid: str
@@ -53,6 +60,8 @@ class Shown:
     wrong: str
     feedback: dict[str, str]
     teacher: str
+    asked: list[dict[str, str]] = field(default_factory=list)
+    reply: str = ""
 
 
 @dataclass
@@ -117,13 +126,16 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     Args:
         count: rows to show.
     """
-    task = load_task(config.task, **config.data_options)
+    judge = load_judge(config.judge) if config.judge is not None else None
+    task = load_task(config.task, judged=judge is not None and judge.decides, **config.data_options)
     report = DataReport(config.task)
     if isinstance(task, TableTask):
         describe_table(task, report)
         if report.problems and task.bad_rows == "refuse":
             task.bad_rows = "skip"  # show what the other rows give
-    guarded = cast(Task, GuardedTask(task, config.task_timeout))
+    guarded = cast(
+        Task, GuardedTask(task, config.task_timeout) if judge is None else JudgedTask(task, config.task_timeout, judge)
+    )
     try:
         train = guarded.examples("train", config.train_size, config.seed, config.data_dir)
         evaluation = guarded.examples("eval", config.eval_size, config.eval_subset_seed, config.data_dir)
@@ -147,6 +159,9 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
                 (report.notes if filled else report.problems).append(text)
     first = sorted(train, key=place) if isinstance(task, TableTask) else train
     report.rows = [shown(guarded, example) for example in first[:count]]
+    report.problems += [
+        f"{row.uid}: the judge's reply is {row.reply}" for row in report.rows if row.reply.startswith(NOT_USABLE)
+    ]
     return report
 
 
@@ -183,6 +198,8 @@ def shown(task: Task, example: Example) -> Shown:
     """One row as student, verifier and teacher see it."""
     inner = getattr(task, "task", task)  # without its guard
     right, *others = near_misses(task, example)
+    if isinstance(task, JudgedTask) and task.judge_file.decides:
+        others = [text for text in others if text][-1:]  # every verdict is a request
     judged = []
     for response in (right, *others):
         verdict = task.verify(example, response)
@@ -192,6 +209,7 @@ def shown(task: Task, example: Example) -> Shown:
         judged.append({"response": response, "verdict": result, "read": verdict.submitted})
     wrong = next((item["response"] for item in judged[::-1] if item["verdict"] == "wrong" and item["response"]), "")
     feedback = task.feedback(example, wrong, task.verify(example, wrong))
+    opinion = task.ask(example, wrong).result() if isinstance(task, JudgedTask) else None
     return Shown(
         example.uid,
         str(example.answer),
@@ -201,7 +219,12 @@ def shown(task: Task, example: Example) -> Shown:
         wrong,
         {item.name: item.text for item in feedback},
         teacher_messages(task, example, feedback)[-1]["content"],
+        *(() if opinion is None else (opinion.messages, reply_of(opinion))),
     )
+
+
+def reply_of(opinion: Opinion) -> str:
+    return json.dumps(opinion.values, ensure_ascii=False) if opinion.values is not None else f"{NOT_USABLE}: {opinion.problem}"
 
 
 def near_misses(task: Task, example: Example) -> list[str]:
@@ -247,7 +270,13 @@ def lines_of(report: DataReport) -> Iterator[str]:
         yield f"  feedback about {shortened(row.wrong, 60) or '(empty)'!r}:"
         for name, text in row.feedback.items():
             yield f"    {name}: {text}"
+        if row.asked:
+            yield f"  the judge replies: {row.reply}"
     if report.rows:
+        for message in report.rows[0].asked:
+            yield f"\nthe judge is asked about the first row, {message['role']}:\n    " + message["content"].replace(
+                "\n", "\n    "
+            )
         yield "\nteacher's message about the first row:\n    " + report.rows[0].teacher.replace("\n", "\n    ")
     yield ""
     for note in report.notes:

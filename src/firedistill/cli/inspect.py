@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from rich.console import Console
 from rich.panel import Panel
@@ -31,6 +32,7 @@ from firedistill.run.console import accuracy_line
 from firedistill.run.log import read_jsonl
 from firedistill.setup import Setup, load_setup
 from firedistill.tasks import Example
+from firedistill.tasks.guard import GuardedTask
 from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
 
@@ -48,7 +50,11 @@ def setup_for(arguments: Sequence[str], teacher: bool = True) -> Setup:
         arguments += ["--initial_adapter", str(adapter)]
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return load_setup(config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments), train=False, teacher=teacher)
+    config = config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments)
+    setup = load_setup(config, train=False, teacher=teacher)
+    if (Path(config.run_dir) / "config.yaml").is_file():
+        cast(GuardedTask, setup.task).begin_run(Path(config.run_dir), config.process_index, train=False)
+    return setup
 
 
 def is_given(option: str, arguments: Sequence[str]) -> bool:

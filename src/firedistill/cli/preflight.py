@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar, cast
+from urllib.parse import urlsplit
 
 import torch
 
@@ -30,7 +31,9 @@ from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup
+from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
+from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.types import Example
 from firedistill.teacher.prefix_cache import can_share_prefixes
 
@@ -73,6 +76,7 @@ def preflight(setup: Setup) -> list[Finding]:
         check_examples,
         check_golds,
         check_feedback,
+        check_judge,
         check_prompts,
         check_context,
         check_chat_template,
@@ -167,8 +171,10 @@ def gold_responses(setup: Setup, example: Example) -> list[str]:
 
 
 def check_golds(setup: Setup) -> Iterator[Finding]:
-    """The task's own verifier must accept the gold answers."""
-    task = cast(GuardedTask, setup.task)
+    """The task's own verifier must accept the gold answers, unless a judge takes its place."""
+    task = cast(GuardedTask, setup.task).own
+    if (judge := cast(GuardedTask, setup.task).judge_file) is not None and judge.decides:
+        return
 
     def judged(example: Example) -> tuple[list[bool], str, float]:
         """Whether each gold response is correct, why it cannot be judged, and the seconds of a verdict."""
@@ -210,13 +216,13 @@ def level_of(bad: Sequence[object], checked: Sequence[object]) -> Level:
 
 
 def check_feedback(setup: Setup) -> Iterator[Finding]:
-    """Feedback about an empty and about a wrong response, for a few examples."""
-    task, sample = cast(GuardedTask, setup.task), spread(setup.train_examples, 16)
+    """The task's own feedback about an empty and about a wrong response, for a few examples."""
+    task, sample = cast(GuardedTask, setup.task).own, spread(setup.train_examples, 16)
 
     def reason(example: Example) -> str:
         try:
             for response in ("", "I do not know."):
-                verdict = setup.task.verify(example, response)
+                verdict = task.verify(example, response)
                 if not verdict.failed:  # a response without a verdict needs no feedback; `check_golds` reports it
                     task.feedback(example, response, verdict)
         except TaskFault as fault:
@@ -232,6 +238,36 @@ def check_feedback(setup: Setup) -> Iterator[Finding]:
             "fix feedback: it must work for any response, including an empty one",
         )
     yield from stopped("feedback", "feedback", checked, sample)
+
+
+def check_judge(setup: Setup) -> Iterator[Finding]:
+    """The judge, if any, answers about the gold answer of one example."""
+    task, examples = setup.task, [*setup.train_examples[:1], *setup.eval_examples[:1]]
+    if not isinstance(task, JudgedTask) or not examples:
+        return
+    example, file = examples[0], task.judge_file
+    gold = next(iter(gold_responses(setup, example)), "")
+    if (
+        file.key is not None
+        and file.url.startswith("http:")
+        and urlsplit(file.url).hostname not in ("localhost", "127.0.0.1", "::1")
+    ):
+        yield Finding("warning", "judge", f"the key in {file.key} is sent to {file.url} unencrypted", "use https")
+    try:
+        opinion = task.ask(example, gold, trial=True).result()
+    except (JudgeError, TaskFault) as error:
+        yield Finding("error", "judge", str(error), f"correct {setup.args.judge}, or start the server")
+        return
+    if opinion.values is None:
+        fix = "change the prompt, raise max_tokens, or choose another model"
+        yield Finding("warning", "judge", f"its reply about {example.uid} cannot be used: {opinion.problem}", fix)
+        return
+    if gold and file.decides and not task.asks.correct(opinion.values):
+        text = f"{file.model} judges the gold answer of {example.uid} wrong: {opinion.values}"
+        yield Finding("warning", "judge", text, "change the prompt or the threshold")
+    seconds, repeats = opinion.counts["judge_seconds"], opinion.counts.get("judge_invalid", 0)
+    again = f", after {repeats:.0f} that cannot be used" if repeats else ""
+    yield Finding("note", "judge", f"{file.model} replies in {seconds:.1f} s{again}: {opinion.values}")
 
 
 # ---- Prompts and budgets -----------------------------------------------------------------------------------------------------

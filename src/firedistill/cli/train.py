@@ -115,6 +115,8 @@ def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -
         console.print(
             f"{skipped} of {trainer.args.max_steps} steps had nothing to train on or no finite gradient and were skipped"
         )
+    if cost := trainer.guarded.cost_line(folder):
+        console.print(cost)
     for name, path in {"run directory": folder, "adapter": folder / "adapter", "curves": folder / "curves.png"}.items():
         if path.exists():
             console.print(f"{name:13}  {path}", soft_wrap=True)

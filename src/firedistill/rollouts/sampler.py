@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, student_messages
 from firedistill.rollout import Prompt, Response, Rollout, Sampling
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.tasks import Example, Task, Verdict
-from firedistill.tasks.coroutines import AsyncCall
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.types import FeedbackField
 from firedistill.teacher import Teacher
@@ -52,8 +51,8 @@ def fitting_prompts(
 
 @dataclass
 class Verdicts:
-    """The verdicts on the responses of one call. Those of an `async def verify` begin while other responses are still sampled; those of
-    a plain method are made one after the other, in the order of the prompts.
+    """The verdicts on the responses of one call. Those that run beside the caller (`GuardedTask.begins`) begin while other responses
+    are still sampled; those of a plain method are made one after the other, in the order of the prompts.
 
     Attributes:
         calls: verdicts that have begun, with the text that they are about, by the index of the prompt.
@@ -63,12 +62,12 @@ class Verdicts:
     encoder: PromptEncoder
     prompts: Sequence[Prompt]
     prefixes: Sequence[list[int]]
-    calls: dict[int, tuple[str, AsyncCall]] = field(default_factory=dict)
+    calls: dict[int, tuple[str, Any]] = field(default_factory=dict)
 
     @contextmanager
     def beginning_early(self, engine: RolloutEngine) -> Iterator[None]:
-        """Let the engine report every response as it ends, if it can and the task's `verify` is `async def`."""
-        if not (isinstance(self.task, GuardedTask) and self.task.is_async("verify") and hasattr(engine, "on_response")):
+        """Let the engine report every response as it ends, if it can and verdicts run beside the caller."""
+        if not (isinstance(self.task, GuardedTask) and self.task.begins("verify") and hasattr(engine, "on_response")):
             yield
             return
         engine.on_response = self.begin

@@ -35,7 +35,17 @@ HEARTBEAT, GONE_AFTER = 10.0, 120.0
 FINISHED = "finished.json"
 # What a run writes. `metrics.jsonl` comes last: it marks a folder as a run, also for a removal that was interrupted.
 ROLLOUT_ADAPTERS = "rollout-adapters"
-RUN_FILES = [FINISHED, ROLLOUT_ADAPTERS, "adapter", "curves.png", "config.yaml", "evals.jsonl", "README.md", "metrics.jsonl"]
+RUN_FILES = [
+    FINISHED,
+    ROLLOUT_ADAPTERS,
+    "judge",
+    "adapter",
+    "curves.png",
+    "config.yaml",
+    "evals.jsonl",
+    "README.md",
+    "metrics.jsonl",
+]
 CHECKPOINT = re.compile(r"checkpoint-\d{1,12}")
 FILES_OF_STEPS = re.compile(r"(step|eval)_[\d-]+\.(parquet|json)")
 

@@ -40,6 +40,7 @@ def identity(
     base_model: str,
     world_size: int,
     teacher: str = "ema",
+    judge: str | None = None,
 ) -> dict[str, Any]:
     """The settings of a run and fingerprints of its inputs, as plain JSON values.
 
@@ -48,6 +49,7 @@ def identity(
         base_model: see `model_fingerprint`.
         world_size: number of processes.
         teacher: "ema", another average of the student by its name, or the `model_fingerprint` of a teacher with weights of its own.
+        judge: the `JudgeFile.fingerprint` of the judge; None without one.
     """
     given = {
         "base_model": base_model,
@@ -55,6 +57,7 @@ def identity(
         "eval_data": data_fingerprint(evaluation),
         "world_size": world_size,
         "teacher_weights": teacher,
+        "judge_file": judge,
     }
     return to_plain({"settings": dict(settings), "given": given})
 
@@ -67,11 +70,8 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
 
 def added(example: Example) -> tuple[Any, ...]:
     """What only the rows of one's own data have; an example without it has the fingerprint of its other texts."""
-    return (
-        example.history,
-        example.feedback,
-        example.metadata.get("accepted") if isinstance(example.metadata, Mapping) else None,
-    )
+    metadata = example.metadata if isinstance(example.metadata, Mapping) else {}
+    return example.history, example.feedback, metadata.get("accepted"), metadata.get("kept")
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # What runs did that store no such setting, where it is not the present default.
-BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32"}
+BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32", "judge_file": None}
 
 
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig) -> dict[str, str]:

@@ -38,7 +38,7 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaR
 """The tasks of the paper, which read published datasets, by name."""
 
 
-def load_task(name: Any, **options: Any) -> Task:
+def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
     """Return a task by name.
 
     Args:
@@ -55,14 +55,16 @@ def load_task(name: Any, **options: Any) -> Task:
             - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the
               Python path or in the current folder.
 
+        judged: a judge gives the verdicts, so that data of your own need no answers.
         options: those of `TableTask`, for data of your own.
 
     Raises:
         ValueError: the name is unknown, with the known names and close matches; or your module or class raises.
         ImportError: a package that the task needs cannot be imported.
     """
+    verifier = {"verify": undecided} if judged else {}
     if isinstance(name, list | tuple | Mapping) or hasattr(name, "column_names"):
-        return TableTask(name, **options)
+        return TableTask(name, **{**verifier, **options})
     if not isinstance(name, str):
         raise ValueError(
             f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task, or rows"
@@ -75,7 +77,7 @@ def load_task(name: Any, **options: Any) -> Task:
     prefix, colon, rest = name.partition(":")
     published = name in TASKS or prefix in ("arithmetic", "functions", "code", "planted", "gym")
     if not published and not prefix.endswith(".py") and names_data(name):
-        table = TableTask(name, **options)
+        table = TableTask(name, **{**verifier, **options})
         table.prepare()
         return table
     if options:
@@ -108,6 +110,11 @@ def load_task(name: Any, **options: Any) -> Task:
     if colon and prefix and rest and prefix != "gym":
         return _own_task(prefix, rest)
     raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
+
+
+def undecided(row: Mapping[str, Any], response: str) -> bool:
+    """The verifier of data without answers; a judge gives the verdict."""
+    return False
 
 
 def _own_task(module_name: str, class_name: str) -> Task:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firedistill.tasks.feedback import CUT_MARK
-from firedistill.tasks.sandbox import Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
+from firedistill.tasks.sandbox import AT_ONCE, Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
 from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, read_file, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
@@ -92,6 +92,8 @@ class CodeTask(Task):
     Class attributes:
         shown_tests: failing tests that get a feedback field; the others are counted in the field `verdict`.
         limits: what a program may use.
+        at_once: as many programs run at the same time as this process has processors; a subclass whose methods do not bear threads
+            sets 1.
     """
 
     name = "code"
@@ -99,6 +101,7 @@ class CodeTask(Task):
     answer_type = "program"
     checker_mode = "unit-tests"
     format_instruction = CODE_INSTRUCTION
+    at_once = AT_ONCE
     shown_tests: int = 3
     limits: Limits = Limits()
 

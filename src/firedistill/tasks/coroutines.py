@@ -1,6 +1,7 @@
-"""Methods of tasks that are `async def`: they run in an event loop of their own thread, several at a time, beside the trainer.
+"""Methods of tasks that run beside the trainer, several at a time: those that are `async def` in an event loop of their own thread, and
+those of a task that allows it (`Task.at_once`) in further threads.
 
-They share the process with it and must leave its settings alone: the working directory, signal handlers, PyTorch's defaults.
+They share the process with the trainer and must leave its settings alone: the working directory, signal handlers, PyTorch's defaults.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as StillRunning
+from functools import cache
 from typing import Any
 
 AT_ONCE = 32  # coroutines that run at the same time
@@ -22,7 +24,10 @@ class TimeLimit(Exception):
 
 
 class Loop:
-    """A thread with an event loop, started with the first coroutine.
+    """A thread with an event loop.
+
+    Args:
+        at_once: coroutines that run at the same time; the others wait, and their time has not begun.
 
     Attributes:
         blocked: a coroutine did not give up control in time, so that no other one can run; its thread is left to itself.
@@ -30,10 +35,11 @@ class Loop:
 
     _current: Loop | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = AT_ONCE) -> None:
         self.blocked = False
         self.loop = asyncio.new_event_loop()
-        self.free = asyncio.Semaphore(AT_ONCE)
+        self.loop.set_default_executor(ThreadPoolExecutor(at_once))  # which starts its threads when they are needed
+        self.free = asyncio.Semaphore(at_once)
         threading.Thread(target=self.loop.run_forever, name="async task", daemon=True).start()
 
     @classmethod
@@ -44,21 +50,28 @@ class Loop:
         return cls._current
 
 
+@cache
+def loop_of_threads(at_once: int) -> Loop:
+    """The loop of this process whose coroutines each wait for a thread."""
+    return Loop(at_once)
+
+
 class AsyncCall:
     """A coroutine that runs, or waits for its turn.
 
     Args:
         function: makes the coroutine.
         seconds: its time limit from when it begins; None for no limit.
+        loop: where it runs; by default in `Loop.running()`, and in the next one if that is blocked.
     """
 
-    def __init__(self, function: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None):
-        self.function, self.seconds = function, seconds
+    def __init__(self, function: Callable[[], Coroutine[Any, Any, Any]], seconds: float | None, loop: Loop | None = None):
+        self.function, self.seconds, self.loop = function, seconds, loop
         self.start()
 
     def start(self) -> None:
         self.began: float | None = None
-        self.home = Loop.running()
+        self.home = self.loop or Loop.running()
         self.future: Future[Any] = asyncio.run_coroutine_threadsafe(self._run(), self.home.loop)
 
     async def _run(self) -> Any:

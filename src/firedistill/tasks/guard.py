@@ -5,6 +5,7 @@ Each ends with a result or a `TaskFault`; `process.py` limits its time and undoe
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -14,12 +15,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Number
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from firedistill.tasks.coroutines import AsyncCall, TimeLimit
+from firedistill.tasks.coroutines import AsyncCall, TimeLimit, loop_of_threads
 from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
+
+if TYPE_CHECKING:
+    from firedistill.tasks.judge import JudgeFile
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +51,39 @@ class GuardedTask:
     def __init__(self, task: Task, seconds: float | None = None):
         self.task, self.seconds = task, seconds
 
+    @property
+    def judge_file(self) -> JudgeFile | None:
+        """The judge beside the task; None without one, see `JudgedTask`."""
+        return None
+
+    @property
+    def own(self) -> GuardedTask:
+        """The task without the judge that may stand beside it, see `JudgedTask`."""
+        return self
+
+    def begin_run(self, folder: Path, process: int, train: bool = True) -> None:
+        """A judge, if any, keeps its replies in this run directory from now on.
+
+        Args:
+            train: False for an evaluation of the run.
+        """
+
+    def cost_line(self, folder: Path) -> str:
+        """What the judge of a run has cost, in a sentence; empty without one."""
+        return ""
+
+    def take_counts(self) -> dict[str, float]:
+        """Columns of the log about the judge, since the last call; none without one."""
+        return {}
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
 
-    def verify(self, example: Example, response: str, started: AsyncCall | None = None) -> Verdict:
+    def verify(self, example: Example, response: str, started: Any = None) -> Verdict:
         """The task's verdict, or an incorrect one marked `failed` if the task returns none.
 
         Args:
-            started: the verdict of an `async def verify` that has begun, see `begin`.
+            started: what `begin("verify", ...)` returned.
         """
         try:
             return self._call("verify", read_verdict, example, response, started=started)
@@ -69,31 +99,34 @@ class GuardedTask:
         """
         return self._call("verify", read_verdict, example, response)
 
-    def feedback(
-        self, example: Example, response: str, verdict: Verdict, started: AsyncCall | None = None
-    ) -> tuple[FeedbackField, ...]:
+    def feedback(self, example: Example, response: str, verdict: Verdict, started: Any = None) -> tuple[FeedbackField, ...]:
         """The task's feedback; its fields have different names.
 
         Args:
-            started: the feedback of an `async def feedback` that has begun, see `begin`.
+            started: what `begin("feedback", ...)` returned.
 
         Raises:
             TaskFault: the task returns none.
         """
         return self._call("feedback", read_feedback, example, response, verdict, started=started)
 
-    def begin(self, name: str, *arguments: Any) -> AsyncCall | None:
-        """Begin a call of `verify` or `feedback` where it is `async def`; None, and nothing begins, where it is a plain method.
+    def begin(self, name: str, *arguments: Any) -> Any:
+        """Begin a call of `verify` or `feedback` where it runs beside the caller; None, and nothing begins, where it does not.
 
-        Several calls run at the same time, while the caller does something else. The time limit holds for each.
+        Several calls run at the same time, while the caller does something else. The time limit holds for each. The methods of the
+        same names take what this one returns.
         """
-        if not self.is_async(name):
-            return None
-        return AsyncCall(partial(getattr(self.task, name), *arguments), self.seconds)
+        method = getattr(self.task, name)
+        if inspect.iscoroutinefunction(method):
+            return AsyncCall(partial(method, *arguments), self.seconds)
+        if self.begins(name):
+            return AsyncCall(partial(asyncio.to_thread, method, *arguments), self.seconds, loop_of_threads(self.task.at_once))
+        return None
 
-    def is_async(self, name: str) -> bool:
-        """Whether a method of the task is `async def`."""
-        return inspect.iscoroutinefunction(getattr(self.task, name))
+    def begins(self, name: str) -> bool:
+        """Whether calls of `verify` or `feedback` run beside the caller: the method is `async def`, or the task allows threads."""
+        several = name in ("verify", "feedback") and getattr(self.task, "at_once", 1) > 1
+        return several or inspect.iscoroutinefunction(getattr(self.task, name))
 
     def prompt(self, example: Example) -> str:
         """The dataset prompt.
@@ -114,9 +147,7 @@ class GuardedTask:
         with explained(where), kept_state():
             return read_examples(self.task.examples(split, n, seed, data_dir), where, n)
 
-    def _call(
-        self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any, started: AsyncCall | None = None
-    ) -> Result:
+    def _call(self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any, started: Any = None) -> Result:
         where = f"{example.uid}: {name} of {type(self.task).__name__}"
         if (call := started or self.begin(name, example, *rest)) is not None:
             try:

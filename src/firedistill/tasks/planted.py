@@ -44,6 +44,7 @@ class Planted(Task):
             "checker_mode",
             "final_marker",
             "format_instruction",
+            "at_once",
             "train_split",
             "eval_split",
         ):

@@ -38,7 +38,9 @@ DESCRIPTIONS = {
 MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
 MAX_REPORT_BYTES = 64 << 20
 
-_slots = threading.BoundedSemaphore(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+_PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+AT_ONCE = max(1, _PROCESSORS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # programs that run at the same time
+_slots = threading.BoundedSemaphore(AT_ONCE)
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _level(wanted: str) -> str:
 
 
 def run_program(program: str, tests: Sequence[Snippet], setup: str = "", limits: Limits | None = None) -> Report:
-    """Run a program and its tests in the sandbox; at most as many at a time as the machine has processors.
+    """Run a program and its tests in the sandbox; at most as many at a time as there are processors for this one.
 
     May be called from several threads. The processes of a distributed run on one machine share its processors evenly.
 

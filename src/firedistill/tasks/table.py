@@ -77,9 +77,14 @@ class Template:
                 self.parts.append((found[1],))
         self.parts.append(text[end:])
 
-    def fill(self, row: Mapping[str, Any]) -> str | None:
-        """The text for a row; None if a value is missing, null or blank."""
-        texts = [part if isinstance(part, str) else shown(cell(row, part[0])) for part in self.parts]
+    @property
+    def names(self) -> list[str]:
+        """The columns in braces."""
+        return [part[0] for part in self.parts if not isinstance(part, str)]
+
+    def fill(self, row: Mapping[str, Any], missing: str | None = None) -> str | None:
+        """The text for a row, with `missing` in place of a value that is missing, null or blank; None if that is None."""
+        texts = [part if isinstance(part, str) else shown(cell(row, part[0])) or missing for part in self.parts]
         return None if None in texts else "".join(texts)  # type: ignore[arg-type]
 
 
@@ -225,6 +230,7 @@ class TableTask(Task):
         )  # a task may change the working directory
         self.name = name or name_of(data)
         self.verifier = verify
+        self.kept_columns: tuple[str, ...] = ()  # what a judge asks about; examples hold them in `metadata["kept"]`
         if verify is not None and inspect.iscoroutinefunction(verify):
             self.verify = self._verify_async  # type: ignore[method-assign,assignment]
         if any(inspect.iscoroutinefunction(value) for value in self.fields.values()):
@@ -573,6 +579,8 @@ class TableTask(Task):
         metadata: dict[str, Any] = {}
         if self.verifier is not None or any(callable(value) for value in self.fields.values()):
             metadata["row"] = row
+        if self.kept_columns:
+            metadata["kept"] = {name: shown(cell(row, name)) for name in self.kept_columns}
         feedback = []
         for name, template in self.templates.items():
             if template is not None and (text := template.fill(row)) is not None:

@@ -41,7 +41,8 @@ class Task:
     no class, see `TableTask`.
 
     `verify` and `feedback` may be `async def`. Several calls then run at the same time, and verdicts begin while other responses are
-    still sampled, where the engine reports responses as they end.
+    still sampled, where the engine reports responses as they end. Plain methods that wait for something else, such as a process, do the
+    same in threads if `at_once` is above 1.
 
     **Splits.** Every task has the splits `"train"` and `"eval"` (held out). They stand for the published splits `train_split` and
     `eval_split`. Any published split with labels is also available in full under its own name. If a dataset has only one usable
@@ -55,6 +56,7 @@ class Task:
         checker_mode: the comparison of answers that the feedback names.
         final_marker: the start of the final-answer line; empty if the task has no such line.
         format_instruction: tells the student how to write the answer.
+        at_once: plain `verify` and `feedback` may be called in so many threads at the same time; 1 if only in the main one.
         hub_id, hub_config, hub_revision: arguments of `datasets.load_dataset`.
         folder: the sub-folder of `data_dir` that may hold local copies; `name` if None.
         train_split, eval_split, other_splits: published splits, see above.
@@ -68,6 +70,7 @@ class Task:
     checker_mode: str = "exact-match"
     final_marker: str = ""
     format_instruction: str = ""
+    at_once: int = 1
 
     hub_id: str | None = None
     hub_config: str | None = None
