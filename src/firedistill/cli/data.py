@@ -32,6 +32,7 @@ firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE
 Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as
 right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of
 firedistill train that name data have the same meaning here. No model is loaded.
+--judge FILE asks a judge about these rows, and shows what it was asked and what it replied.
 """
 
 
