@@ -8,6 +8,7 @@ goes on with a run or looks at one is run on a tiny model. Not run: what needs a
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -21,8 +22,9 @@ import torch
 import firedistill.benchmarks
 import firedistill.cli.main
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
+from firedistill.cli.arguments import parse_suite
 from firedistill.cli.main import COMMANDS, main
-from firedistill.cli.suite import parse, planned
+from firedistill.cli.suite import planned
 from firedistill.config import SelfDistillConfig as Config
 from firedistill.objectives import load_objective, registered_objectives
 from firedistill.run.log import read_jsonl
@@ -318,7 +320,7 @@ def desk(modules, finished_run, monkeypatch):
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
     write_own_data(place)
     for name in ("lab", "lab-rates"):
-        suite, plan, _ = planned(*parse([name, "--seeds", "0", "--only", "fire"]))
+        suite, plan, _ = planned(*parse_suite([name, "--seeds", "0", "--only", "fire"]))
         suite.widen(plan)
         shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
     return place
@@ -471,3 +473,24 @@ def test_files_that_a_page_names_are_there(page):
     generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, as pages of the site
     missing = [link for link in links if link not in generated and not ((ROOT / page).parent / link).exists()]
     assert missing + [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def rows_of_fidelity() -> list[list[str]]:
+    """The cells of the tables of equations and choices, whose last two name code and tests."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text_of("docs/fidelity.md").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows if len(row) in (3, 5) and row[-1].strip() != "Test"]
+
+
+def test_code_and_tests_of_the_fidelity_page_exist():
+    """Every function and every test that a row names is there, and every row names its code."""
+    rows = rows_of_fidelity()
+    assert len(rows) > 80
+    for row in rows:
+        code, tests = re.findall(r"`([^`]+)`", row[-2]), re.findall(r"`([^`]+)`", row[-1])
+        assert code or row[-1] == "–" or row[-2].startswith("follows"), row[0]
+        assert tests or row[-1] == "–", row[0]
+        for name in code:
+            assert pkgutil.resolve_name(f"firedistill.{name}") is not None
+        for name in tests:
+            file, _, test = name.partition(".")
+            assert f"\ndef {test}(" in text_of(f"tests/{file}.py"), name

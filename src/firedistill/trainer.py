@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
+from firedistill.checks import Preflight, check
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import written_at_once, written_whole
@@ -180,7 +182,11 @@ class SelfDistillTrainer(ResumableTrainer):
                 "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
             )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
-        for unwanted in (ProgressCallback, PrinterCallback):
+        for unwanted in (
+            DEFAULT_PROGRESS_CALLBACK,
+            ProgressCallback,
+            PrinterCallback,
+        ):  # the first one is another in a notebook
             self.remove_callback(unwanted)
         self.trackers = guard_trackers(self.callback_handler.callbacks)
 
@@ -547,7 +553,19 @@ class SelfDistillTrainer(ResumableTrainer):
                 self.save_attributions(step)
         wait_for_processes(self.model)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def preflight(self) -> Preflight:
+        """What can be known before the first step: findings with fixes, the memory estimate, what was chosen for the device."""
+        return check(self.setup)
+
+    def train(self, *args: Any, preflight: bool | None = None, **kwargs: Any) -> Any:
+        """Train as `ResumableTrainer.train`.
+
+        Args:
+            preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
+        """
+        if self.console_report is not None if preflight is None else preflight:
+            for finding in self.preflight().of("error", "warning"):
+                logger.log(logging.WARNING if self.is_world_process_zero() else logging.DEBUG, "%s", finding)
         try:
             return super().train(*args, **kwargs)
         finally:
