@@ -668,6 +668,8 @@ def test_every_inherited_option_has_an_effect_or_is_refused():
         value = 7.0 if option.default in (0, 3.0, 8, None) and option.default is not False else not option.default
         with pytest.raises(ValueError, match=f"{name} has no effect on a self-distillation run"):
             SelfDistillConfig(use_cpu=True, **{name: value})
+        with pytest.raises(OptionError, match=rf"{name} has no effect .* leave it out \({name} on the command line\)"):
+            build_config(SelfDistillConfig, None, {"use_cpu": True, name: option.default})
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic:easy"])

@@ -24,6 +24,7 @@ import firedistill.cli.main
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
 from firedistill.cli.arguments import parse_suite
 from firedistill.cli.main import COMMANDS, main
+from firedistill.cli.names import OF_TRL
 from firedistill.cli.suite import planned
 from firedistill.config import SelfDistillConfig as Config
 from firedistill.objectives import load_objective, registered_objectives
@@ -44,7 +45,7 @@ PYTHON = {
     ],
     "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
     "docs/tutorial.md": ["from firedistill import SelfDistillConfig"],
-    "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig("],
+    "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig(", "from datasets import Dataset"],
 }
 TINY = dict(
     model_dtype="float32",
@@ -198,6 +199,26 @@ def test_the_recipe_for_those_who_know_trl_is_one_of_ours():
     names = {"SelfDistillConfig": lambda **settings: SelfDistillConfig(use_cpu=True, **settings)}
     exec(compile(source, "from-trl.md", "exec"), names)
     assert names["config"].method == "full_context"
+
+
+def test_the_task_of_those_who_know_trl_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = example("docs/from-trl.md", "from datasets import Dataset")
+    few = "use_cpu=True, warmup_steps=1, max_new_tokens=6, per_device_train_batch_size=2, max_steps=1, "
+    assert source.count("max_steps=2, ") == 1
+    exec(compile(source.replace("max_steps=2, ", few), "from-trl.md", "exec"), {"__name__": "from_trl"})
+    (row,) = read_jsonl("run/metrics.jsonl")
+    assert "alpha_hint" in row or row["correct_rate"] == 1
+    assert "task: object:is_right" in Path("run/config.yaml").read_text()
+
+
+def test_names_of_trl_are_told_and_explained(capsys):
+    names = {f.name for f in fields(Config)}
+    page = text_of("docs/from-trl.md")
+    for name, here in OF_TRL.items():
+        assert name not in names and f"{name}" in page, name
+        assert main(["train", "lab", f"--{name}", "x"]) == 2
+        assert f"unknown option {name!r} on the command line; what TRL calls {name} is {here} here" in capsys.readouterr().err
 
 
 def test_the_suite_of_ones_own_is_a_suite(tmp_path, monkeypatch):
@@ -455,10 +476,10 @@ def first_column(page: str, header: str) -> set[str]:
 
 
 def test_the_tables_name_what_there_is():
-    methods = {name for name in first_column("README.md", "method") if not name.startswith("my_module")}
+    methods = {name for name in first_column("README.md", "method") if not name.startswith(("my_module", "./my_file"))}
     ours = {name for name, kind in registered_objectives().items() if kind.__module__.startswith("firedistill.")}
     assert methods == ours - {"supervised"}  # tests register methods of their own
-    tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", ":", "gym:"))}
+    tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", "./my_file", ":", "gym:"))}
     assert all(load_task(name) for name in tasks)
     assert {name.removeprefix("firedistill ") for name in first_column("README.md", "command")} == COMMANDS.keys()
     assert first_column("docs/suites.md", "suite") == set(built_in_suites())

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -102,8 +102,8 @@ def preflight(
     model: PreTrainedModel | PeftModel | str | None = None,
     args: SelfDistillConfig | None = None,
     task: Any = None,
-    train_examples: Sequence[Example] | None = None,
-    eval_examples: Sequence[Example] | None = None,
+    train_examples: Iterable[Any] | None = None,
+    eval_examples: Iterable[Any] | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
 ) -> Preflight:
     """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`.

@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,7 +121,7 @@ class SelfDistillTrainer(ResumableTrainer):
             has trainable adapter weights (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
-        train_examples, eval_examples: taken from the task by default.
+        train_examples, eval_examples: examples, or rows of a `datasets.Dataset` as in `load_setup`; taken from the task by default.
         processing_class: the tokenizer; required with a model object.
         callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
@@ -145,8 +145,8 @@ class SelfDistillTrainer(ResumableTrainer):
         model: PreTrainedModel | PeftModel | str | None = None,
         args: SelfDistillConfig | None = None,
         task: Any = None,
-        train_examples: Sequence[Example] | None = None,
-        eval_examples: Sequence[Example] | None = None,
+        train_examples: Iterable[Any] | None = None,
+        eval_examples: Iterable[Any] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),

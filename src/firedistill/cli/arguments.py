@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from firedistill.cli.names import method_names, nearest, recipe_names, setting_types
+from firedistill.cli.names import OF_TRL, method_names, nearest, recipe_names, setting_types
 from firedistill.imports import METHODS, plugins
 from firedistill.suites.plan import built_in_suites
 from firedistill.tasks import refuse_unknown
@@ -117,7 +117,8 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("--") or word == "--":
                 raise ValueError(f"{word!r} is not an option; options are written --name value")
             name = word[2:].partition("=")[0].partition(".")[0]
-            hint = nearest(name, [*setting_types(), *self.own]) or "; see --help and --help-all"
+            here = f"; what TRL calls {name} is {OF_TRL[name]} here" if name in OF_TRL else ""
+            hint = here or nearest(name, [*setting_types(), *self.own]) or "; see --help and --help-all"
             raise ValueError(f"unknown option {name[:200]!r} on the command line{hint}")
         return options
 

@@ -10,6 +10,24 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 
+# Options of TRL's trainers and scripts under their names here; docs/from-trl.md explains them.
+OF_TRL = {
+    "model_name_or_path": "--model",
+    "dataset_name": "--task",
+    "num_generations": "--method_settings.group_size",
+    "max_prompt_length": "--max_prompt_tokens",
+    "max_completion_length": "--max_new_tokens",
+    "max_reprompt_len": "--max_feedback_tokens",
+    "teacher_update_rate": "--ema_rate",
+    "teacher_model_kind": "--teacher",
+    "use_vllm": "--rollouts vllm",
+    "vllm_mode": "--rollouts vllm",
+    "vllm_server_base_url": "--rollouts http://host:port",
+    "dtype": "--model_dtype",
+    "load_in_4bit": "--quantization nf4",
+    "warmup_ratio": "--warmup_steps below 1",
+}
+
 
 @cache
 def setting_types() -> dict[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.coerce import coerce, is_secret, read_yaml
-from firedistill.config import SelfDistillConfig
+from firedistill.config import UNUSED, SelfDistillConfig, without_effect
 from firedistill.objectives import objective_class
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened
@@ -55,6 +55,8 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see --help and --help-all"
             raise OptionError(f"unknown option {shortened(repr(name))} {where}; {hint}")
+        if name in UNUSED:  # also where the value is the default
+            raise OptionError(f"{without_effect(name)} ({name} {where})")
         try:
             coerced[name] = coerce(value, types[name])
         except TypeError as error:
