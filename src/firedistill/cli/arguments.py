@@ -30,11 +30,6 @@ def from_zero(text: str) -> int:
     return int(text)
 
 
-def option_names(text: str) -> list[str]:
-    """Names of options, separated by commas."""
-    return [name.replace("-", "_") for name in text.split(",") if name]
-
-
 SUITE = """\
 Execute a list of training runs. Stop it at any point; the same command continues it.
 
@@ -48,7 +43,7 @@ TRAINING: dict[str, dict[str, Any]] = {
     "resume": FLAG,
     "overwrite": FLAG,
     "preflight": {"choices": ["run", "only", "skip"], "default": "run"},
-    "allow_changes": {"nargs": "+", "type": option_names, "action": "extend", "default": [], "metavar": "NAME"},
+    "allow_changes": {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"},
 }
 OF_COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
     "train": TRAINING,

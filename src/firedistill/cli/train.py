@@ -46,7 +46,7 @@ def run_training(
         print_help(config_class, console, command, everything="--help-all" in arguments)
         return 0
     options = parse(command, arguments)
-    allowed = [name for names in options.allow_changes for name in names]
+    allowed = [name.replace("-", "_") for names in options.allow_changes for name in names.split(",") if name]
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
     config = config_of(config_class, options.recipe, options.settings)
