@@ -256,7 +256,7 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
     for number, row in enumerate(rows):
         uid = f"{where}/{number}"
         if isinstance(row, Mapping) and {"question", "answer"} <= row.keys() <= names:
-            values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+            values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
             row = Example(**{"uid": uid, **values})
         elif isinstance(row, Mapping):
             try:
