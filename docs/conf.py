@@ -29,7 +29,8 @@ smartquotes = False  # `--option` stays as it is
 
 html_theme = "furo"
 html_title = f"firedistill {version}"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_js_files = ["filter.js"]
 
 HERE = Path(__file__).parent
 

@@ -65,7 +65,7 @@ def collect(suite: Path) -> pd.DataFrame:
 
 
 def answers(folder: Path, kind: str, step: int) -> str:
-    """A digit per held-out problem, in the order of their ids: how many of its answers are right. A mark before it, so that programs read text."""
+    """A digit per held-out problem, in the order of their ids: how many of its answers are right. `=` before them marks a text."""
     path = folder / "rollouts" / f"{kind}_{step:06d}.parquet"
     if not path.is_file():
         return ""
@@ -136,8 +136,8 @@ PARTS = {
 
 
 def parts(table: pd.DataFrame, rate: float) -> str:
-    header = ["parts", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "entropy, nats", "gradient norm: median, largest"]
-    header += ["policy KL per step, 1e-4 nats: median, largest"]
+    header = ["parts", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "entropy, nats"]
+    header += ["gradient norm: median, largest", "policy KL per step, 1e-4 nats: median, largest"]
     rows, table = [], select(table, rate=rate)
     fire = select(table, method="fire", variant="")
     for (method, variant), title in PARTS.items():
@@ -157,7 +157,8 @@ def noise(table: pd.DataFrame, place: str) -> str:
     header += ["weight that left the noisy field's view", "that of all other fields"]
     field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
     others = [key for key in WEIGHTS if key != field and key in table]
-    for variant in sorted({name for name in table["variant"] if name.startswith(place)}, key=lambda name: float(name.rpartition("-")[2])):
+    variants = {name for name in table["variant"] if name.startswith(place)}
+    for variant in sorted(variants, key=lambda name: float(name.rpartition("-")[2])):
         fire, plain = (select(table, variant=variant, method=method) for method in ("fire", "no_attribution"))
         if len(fire) and len(plain):
             row = [variant.rpartition("-")[2], str(len(fire)), spread(100 * fire["sampled_accuracy"])]
@@ -168,7 +169,8 @@ def noise(table: pd.DataFrame, place: str) -> str:
 
 
 def beside_fire(table: pd.DataFrame) -> str:
-    header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "harder problems, %", "entropy, nats", "generated tokens"]
+    header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "harder problems, %"]
+    header += ["entropy, nats", "generated tokens"]
     rows, fire = [], select(table, method="fire", variant="")
     for (method, variant), found in table.groupby(["method", "variant"], sort=False):
         reference = select(table, method="fire", variant=variant if variant == "law" else "")

@@ -15,7 +15,8 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
-from firedistill.recipes import build_config, parse_overrides
+from firedistill.cli.arguments import parse_settings
+from firedistill.recipes import build_config
 
 
 def train(settings: dict) -> None:
@@ -31,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--restarts", type=int, default=0, help="how often lost workers are started again")
     options, rest = parser.parse_known_args(arguments)
 
-    overrides = parse_overrides(rest)
+    overrides = parse_settings(rest)
     config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
     folder = Path(config.run_dir).absolute()
     recipe = Path(options.recipe)

@@ -9,7 +9,7 @@ answer: a teacher far below 100 % cannot use it, and self-distillation would pul
 
 import sys
 
-from firedistill.cli.arguments import config_of
+from firedistill.cli.arguments import config_of, parse
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples
 from firedistill.prompts import teacher_messages
@@ -18,7 +18,8 @@ from firedistill.setup import load_setup
 from firedistill.terminal import quiet_libraries
 
 quiet_libraries()
-setup = load_setup(config_of(SelfDistillConfig, sys.argv[1:]), train=False)
+options = parse("train", sys.argv[1:])
+setup = load_setup(config_of(SelfDistillConfig, options.recipe, options.settings), train=False)
 args, task, encoder = setup.args, setup.task, setup.encoder
 engine = HFRolloutEngine(setup.model, setup.tokenizer, args.eval_batch_size)
 

@@ -22,12 +22,13 @@ from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Ve
 from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli import names
+from firedistill.cli.arguments import parse_settings
 from firedistill.cli.inspect import inspect_command, print_inspection
 from firedistill.coerce import coerce, describe
 from firedistill.config import UNUSED
 from firedistill.evaluation import answer_examples
 from firedistill.objectives import load_objective, registered_objectives
-from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups, parse_overrides
+from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollout import Response
@@ -122,7 +123,7 @@ def same_rows(found, expected):
 
 
 def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
-    config = build_config(SelfDistillConfig, str(recipe), parse_overrides(["--max-steps", "7", "--temperature=0.5"]))
+    config = build_config(SelfDistillConfig, str(recipe), parse_settings(["--max-steps", "7", "--temperature=0.5"]))
     assert (config.max_steps, config.temperature) == (7, 0.5)
     assert (config.eval_size, config.top_p) == (2, 1.0)
     assert (config.lora_r, config.weight_decay) == (16, 0.01)
@@ -132,7 +133,7 @@ def test_settings_of_the_method_can_be_set_one_by_one(recipe):
     config = build_config(
         SelfDistillConfig,
         str(recipe),
-        parse_overrides(["--method", "veto", "--method_settings.beta_start", "1e-1", "--method_settings.beta-end=0.05"]),
+        parse_settings(["--method", "veto", "--method_settings.beta_start", "1e-1", "--method_settings.beta-end=0.05"]),
     )
     assert config.method_settings == {"beta_start": "1e-1", "beta_end": "0.05"}
     veto = load_objective(config.method, config.method_settings)
@@ -302,12 +303,20 @@ def test_types_of_method_settings():
     ],
 )
 def test_arguments_that_are_not_options(arguments, complaint):
-    with pytest.raises(OptionError, match=complaint):
-        parse_overrides(arguments)
+    with pytest.raises(ValueError, match=complaint):
+        parse_settings(arguments)
 
 
 def test_the_forms_of_an_option():
-    assert parse_overrides(["--a-b", "-1", "--flag", "--c=x=y", "--d="]) == {"a_b": "-1", "flag": "true", "c": "x=y", "d": ""}
+    words = ["--top-k", "-1", "--use-cpu", "--model=x=y", "--task=", "--log_prob_floor", "-2e1", "--method_settings.beta-end=0"]
+    assert parse_settings(words) == {
+        "top_k": "-1",
+        "use_cpu": "true",
+        "model": "x=y",
+        "task": "",
+        "log_prob_floor": "-2e1",
+        "method_settings.beta_end": "0",
+    }
 
 
 @pytest.mark.parametrize(
@@ -602,6 +611,11 @@ def test_a_warm_start_can_be_evaluated_and_inspected(recipe, tmp_path, firedisti
         (["train", "lab", "--method", "fira"], "unknown method 'fira'; did you mean fire?"),
         (["train", "lab", "--method=fira"], "unknown method 'fira'; did you mean fire?"),
         (["eval", "lab", "--jsom"], "unknown option 'jsom' on the command line; did you mean json?"),
+        (["train", "lab", "--task", "aritmetic"], "unknown task 'aritmetic'. Did you mean arithmetic?"),
+        (["train", "lab", "--preflight", "maybe"], "--preflight: invalid choice: 'maybe' (choose from"),
+        (["inspect", "lab", "--example", "one"], "--example: expected a whole number from 0 on, got 'one'"),
+        (["data", "my.jsonl", "--colums", "a=b"], "unknown option 'colums' on the command line; did you mean columns?"),
+        (["suite", "lab", "--max_step", "2"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
     ],
 )
 def test_a_typo_is_told_before_torch_is_imported(arguments, message):
@@ -613,7 +627,7 @@ def test_a_typo_is_told_before_torch_is_imported(arguments, message):
 
 
 def test_names_are_those_of_the_settings():
-    assert names.setting_names() == {f.name for f in fields(WarmStartConfig) if f.init}
+    assert names.setting_types().keys() == {f.name for f in fields(WarmStartConfig) if f.init}
     ours = {name for name, of_class in registered_objectives().items() if of_class.__module__.startswith("firedistill.")}
     assert names.method_names() == ours
     assert names.recipe_names() == set(built_in_recipes())
@@ -654,6 +668,8 @@ def test_every_inherited_option_has_an_effect_or_is_refused():
         value = 7.0 if option.default in (0, 3.0, 8, None) and option.default is not False else not option.default
         with pytest.raises(ValueError, match=f"{name} has no effect on a self-distillation run"):
             SelfDistillConfig(use_cpu=True, **{name: value})
+        with pytest.raises(OptionError, match=rf"{name} has no effect .* leave it out \({name} on the command line\)"):
+            build_config(SelfDistillConfig, None, {"use_cpu": True, name: option.default})
 
 
 @pytest.mark.parametrize("task", ["arithmetic", "arithmetic:easy"])
@@ -887,7 +903,7 @@ def test_report_of_runs(run, recipe, tmp_path, firedistill):
 def shown(steps, evaluations=()):
     """What the console report prints for steps with these metrics."""
     out = io.StringIO()
-    trainer = SimpleNamespace(last_metrics={}, on_progress=None)
+    trainer = SimpleNamespace(last_metrics={}, on_progress=None, stop=SimpleNamespace(signal=None))
     report = ConsoleReport(trainer)
     report.console = Console(file=out, width=60)
     state = SimpleNamespace(max_steps=len(steps), global_step=0)
@@ -942,16 +958,37 @@ def test_a_terminal_shows_the_last_steps_as_a_table():
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is back"
 
 
-def test_training_from_python_shows_the_same(model, tmp_path, capsys):
-    """Lines per step and evaluation, the curves, and from where a run is resumed."""
+def test_training_from_python_shows_the_same(model, tmp_path, capsys, caplog):
+    """Lines per step and evaluation, the curves, what the preflight warns of, and from where a run is resumed."""
     settings = {"disable_tqdm": False, "max_steps": 2, "save_steps": 1}
     run_trainer(model, tmp_path / "run", **settings).train()
+    assert any("5 training questions are also held-out questions" in message for message in caplog.messages)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("held-out, step 0: ") and lines[1].split()[:3] == ["step", "loss", "|grad|"]
     assert [line.split()[0] for line in lines[2:]] == ["1", "2", "held-out,"]
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    run_trainer(model, tmp_path / "run", **settings | {"max_steps": 3}).train(allow_changes=["max_steps"])
+    caplog.clear()
+    run_trainer(model, tmp_path / "run", **settings | {"max_steps": 3}).train(allow_changes=["max_steps"], preflight=False)
+    assert not any("held-out questions" in message for message in caplog.messages)
     assert "resuming after step 2, from " in capsys.readouterr().out.splitlines()[0]
+
+
+def test_a_notebook_shows_one_output_that_is_replaced(monkeypatch):
+    """Evaluations, the last steps and the bar as HTML and text; nothing is printed beside it, and no codes of a terminal."""
+    contents: list[dict[str, str]] = []
+    handle = SimpleNamespace(update=lambda content, raw: contents.append(content))
+    module = SimpleNamespace(display=lambda content, raw, display_id: contents.append(content) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=module))
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr("firedistill.run.console.in_notebook", lambda: True)
+    printed, report = shown([{"loss": float(step)} for step in range(15)], [EVALUATION])
+    assert printed == [] and len(contents) < 10, "at most twice a second"
+    text, page = contents[-1]["text/plain"], contents[-1]["text/html"]
+    assert "\x1b" not in text + page and page.startswith("<pre")
+    lines = text.splitlines()
+    assert lines[0].startswith("held-out, step 0: 25.0%") and "100%" in lines[-1]
+    steps = [line.split()[1] for line in lines if line.startswith("│")]
+    assert steps == [str(step) for step in range(4, 16)] and "earlier steps: metrics.jsonl" in text
 
 
 def test_a_column_stays_once_it_has_been_seen():

@@ -18,11 +18,11 @@ import pytest
 from pyarrow import parquet
 
 from firedistill import Example, FeedbackField, Task, Verdict, load_task, task
+from firedistill.cli.arguments import parse_settings
 from firedistill.cli.main import main
 from firedistill.models.lora import add_lora
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder, TokenBudget, student_messages, teacher_messages
-from firedistill.recipes import OptionError, parse_overrides
 from firedistill.rollout import Response, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
@@ -441,16 +441,16 @@ def test_braces_in_the_data_are_data():
 
 
 def test_options_of_mappings_take_several_words():
-    found = parse_overrides(["--columns", "question=prompt", "answer=a.b", "--feedback", "hint={hint}", "x=a=b", "--seed", "1"])
+    found = parse_settings(["--columns", "question=prompt", "answer=a.b", "--feedback", "hint={hint}", "x=a=b", "--seed", "1"])
     assert found == {
         "columns": {"question": "prompt", "answer": "a.b"},
         "feedback": {"hint": "{hint}", "x": "a=b"},
         "seed": "1",
     }
-    assert parse_overrides(["--columns={}", "--feedback.hint", "h"]) == {"columns": "{}", "feedback.hint": "h"}
+    assert parse_settings(["--columns={}", "--feedback.hint", "h"]) == {"columns": "{}", "feedback.hint": "h"}
     for wrong, match in ((["question"], "expected NAME=VALUE"), (["a=b", "a=c"], "names 'a' twice")):
-        with pytest.raises(OptionError, match=match):
-            parse_overrides(["--columns", *wrong])
+        with pytest.raises(ValueError, match=match):
+            parse_settings(["--columns", *wrong])
 
 
 def test_the_data_command_shows_rows_and_finds_faults(tmp_path, monkeypatch, capsys, caplog):

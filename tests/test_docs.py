@@ -8,6 +8,7 @@ goes on with a run or looks at one is run on a tiny model. Not run: what needs a
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 import shlex
 import shutil
@@ -22,8 +23,10 @@ import firedistill.benchmarks
 import firedistill.cli.main
 from chat_server import serving
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
+from firedistill.cli.arguments import parse_suite
 from firedistill.cli.main import COMMANDS, main
-from firedistill.cli.suite import parse, planned
+from firedistill.cli.names import OF_TRL
+from firedistill.cli.suite import planned
 from firedistill.config import SelfDistillConfig as Config
 from firedistill.objectives import load_objective, registered_objectives
 from firedistill.run.log import read_jsonl
@@ -45,7 +48,7 @@ PYTHON = {
     ],
     "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
     "docs/tutorial.md": ["from firedistill import SelfDistillConfig"],
-    "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig("],
+    "docs/from-trl.md": ["# firedistill\nconfig = SelfDistillConfig(", "from datasets import Dataset"],
 }
 TINY = dict(
     model_dtype="float32",
@@ -208,6 +211,26 @@ def test_the_recipe_for_those_who_know_trl_is_one_of_ours():
     assert names["config"].method == "full_context"
 
 
+def test_the_task_of_those_who_know_trl_trains(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = example("docs/from-trl.md", "from datasets import Dataset")
+    few = "use_cpu=True, warmup_steps=1, max_new_tokens=6, per_device_train_batch_size=2, max_steps=1, "
+    assert source.count("max_steps=2, ") == 1
+    exec(compile(source.replace("max_steps=2, ", few), "from-trl.md", "exec"), {"__name__": "from_trl"})
+    (row,) = read_jsonl("run/metrics.jsonl")
+    assert "alpha_hint" in row or row["correct_rate"] == 1
+    assert "task: object:is_right" in Path("run/config.yaml").read_text()
+
+
+def test_names_of_trl_are_told_and_explained(capsys):
+    names = {f.name for f in fields(Config)}
+    page = text_of("docs/from-trl.md")
+    for name, here in OF_TRL.items():
+        assert name not in names and f"{name}" in page, name
+        assert main(["train", "lab", f"--{name}", "x"]) == 2
+        assert f"unknown option {name!r} on the command line; what TRL calls {name} is {here} here" in capsys.readouterr().err
+
+
 def test_the_suite_of_ones_own_is_a_suite(tmp_path, monkeypatch):
     (source,) = blocks("docs/suites.md", "yaml")
     monkeypatch.chdir(tmp_path)
@@ -327,7 +350,7 @@ def desk(modules, finished_run, monkeypatch):
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
     for name in ("lab", "lab-rates"):
-        suite, plan, _ = planned(*parse([name, "--seeds", "0", "--only", "fire"]))
+        suite, plan, _ = planned(*parse_suite([name, "--seeds", "0", "--only", "fire"]))
         suite.widen(plan)
         shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
     with serving() as judge:
@@ -468,10 +491,10 @@ def first_column(page: str, header: str) -> set[str]:
 
 
 def test_the_tables_name_what_there_is():
-    methods = {name for name in first_column("README.md", "method") if not name.startswith("my_module")}
+    methods = {name for name in first_column("README.md", "method") if not name.startswith(("my_module", "./my_file"))}
     ours = {name for name, kind in registered_objectives().items() if kind.__module__.startswith("firedistill.")}
     assert methods == ours - {"supervised"}  # tests register methods of their own
-    tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", ":", "gym:"))}
+    tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", "./my_file", ":", "gym:"))}
     assert all(load_task(name) for name in tasks)
     assert {name.removeprefix("firedistill ") for name in first_column("README.md", "command")} == COMMANDS.keys()
     assert first_column("docs/suites.md", "suite") == set(built_in_suites())
@@ -486,3 +509,24 @@ def test_files_that_a_page_names_are_there(page):
     generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, as pages of the site
     missing = [link for link in links if link not in generated and not ((ROOT / page).parent / link).exists()]
     assert missing + [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def rows_of_fidelity() -> list[list[str]]:
+    """The cells of the tables of equations and choices, whose last two name code and tests."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text_of("docs/fidelity.md").splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows if len(row) in (3, 5) and row[-1].strip() != "Test"]
+
+
+def test_code_and_tests_of_the_fidelity_page_exist():
+    """Every function and every test that a row names is there, and every row names its code."""
+    rows = rows_of_fidelity()
+    assert len(rows) > 80
+    for row in rows:
+        code, tests = re.findall(r"`([^`]+)`", row[-2]), re.findall(r"`([^`]+)`", row[-1])
+        assert code or row[-1] == "–" or row[-2].startswith("follows"), row[0]
+        assert tests or row[-1] == "–", row[0]
+        for name in code:
+            assert pkgutil.resolve_name(f"firedistill.{name}") is not None
+        for name in tests:
+            file, _, test = name.partition(".")
+            assert f"\ndef {test}(" in text_of(f"tests/{file}.py"), name

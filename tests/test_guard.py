@@ -442,7 +442,7 @@ def nothing(): ...
         ("NeedsMore", r"broken_task:NeedsMore\(\) raised TypeError: .*path"),
         ("Lacks", "broken_task:Lacks is not a task: derive it from firedistill.Task"),
         ("nothing", "broken_task:nothing is not a task"),
-        ("Raisse", "module broken_task has no Raisse. Did you mean Raises"),
+        ("Raisse", "broken_task has no Raisse; did you mean Raises"),
     ],
 )
 def test_classes_that_are_no_tasks(name, complaint, tmp_path, monkeypatch):
@@ -459,7 +459,7 @@ def test_modules_that_cannot_be_imported(source, tmp_path, monkeypatch):
     name = f"module_{abs(hash(source))}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TaskFault, match=f"importing {name} raised "):
+    with pytest.raises(ValueError, match=f"importing {name} raised "):
         load_task(f"{name}:Task")
     for wrong in (ToyTask, 3, None):
         with pytest.raises(ValueError, match="expected a name, or an instance"):

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from chat_server import Answer, any_reply, chat, serving
 from firedistill import Example, Task, Verdict, load_task
+from firedistill.checks import check_feedback, check_golds, check_judge
 from firedistill.cli.main import main
-from firedistill.cli.preflight import check_feedback, check_golds, check_judge
 from firedistill.prompts import PromptEncoder, TokenBudget, fit_feedback, teacher_messages
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts

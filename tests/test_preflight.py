@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 import shutil
@@ -11,10 +10,10 @@ import time
 import pytest
 import torch
 
-from firedistill import Example, Verdict, load_task
+import firedistill
+from firedistill import Example, SelfDistillTrainer, Verdict, checks, load_task
+from firedistill.checks import CHECKED, check
 from firedistill.cli import main as cli
-from firedistill.cli import preflight as checks
-from firedistill.cli.preflight import CHECKED, preflight
 from firedistill.footprint import memory_of_step
 from firedistill.models import tokens
 from firedistill.models.quantized import gradient_difference
@@ -45,7 +44,7 @@ def found(
     change(setup)
     texts: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
     before = random.getstate()
-    for finding in preflight(setup):
+    for finding in check(setup).findings:
         assert finding.level == "note" or finding.fix, "a finding comes with its fix"
         assert "\n" not in str(finding)
         texts[finding.level].append(str(finding))
@@ -304,7 +303,7 @@ def test_prompts_and_feedback_of_other_types(model, tmp_path):
 def test_disk_and_memory(model, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=30_000_000))
-    monkeypatch.setattr("firedistill.cli.preflight.free_memory", lambda device: 1000.0)
+    monkeypatch.setattr("firedistill.checks.free_memory", lambda device: 1000.0)
     texts = found(model, tmp_path)
     assert "are free" in only(texts, "error") and "make room" in texts["error"][0]
     assert "memory: about" in only(texts, "warning")
@@ -337,4 +336,17 @@ def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_
     assert "error: training prompts: 12 of 12 have more than 3 tokens" in printed.out
     assert "1 problem to fix before training" in printed.err and not list((tmp_path / "run").glob("*"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "maybe"]) == 2
-    assert dataclasses.is_dataclass(preflight.__globals__["Finding"])
+
+
+def test_from_python_the_findings_are_data_that_print_as_text_and_as_a_table(model, tmp_path):
+    config = killable_config(model, tmp_path / "run", "fire", max_context_tokens=4096)
+    found = firedistill.preflight(args=config, task=ToyTask(), eval_examples=[Example("x", "<b>\x1b", "even", solution="ab")])
+    assert [finding.subject for finding in found.of("warning")] == ["context", "eval_size"]
+    assert str(found) == repr(found) and len(str(found).splitlines()) == len(found.findings)
+    assert set(found.memory) >= {"model", "training"} and all(value >= 0 for value in found.memory.values())
+    assert found.chosen["merge_adapter"].startswith("true: ")
+    table = found._repr_html_()
+    assert table.count("<tr>") == len(found.findings) + 1 and "<td>warning</td><td>context</td>" in table
+    assert not (tmp_path / "run").exists(), "nothing is written"
+    trainer = SelfDistillTrainer(args=config, task=ToyTask())
+    assert [finding.subject for finding in trainer.preflight().of("warning")] == ["data", "context"]

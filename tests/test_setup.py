@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import datasets
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -111,6 +112,20 @@ class HeldOutOnly(ToyTask):
     def examples(self, split, n=None, seed=0, data_dir=None):
         assert split == "eval", "no training problem is loaded"
         return super().examples(split, n, seed, data_dir)
+
+
+def test_problems_may_be_rows_of_a_dataset(config):
+    rows = [{"question": f"{i} + 1?", "answer": str(i + 1), "solution": "ab", "labels": ["a"]} for i in range(3)]
+    setup = load_setup(config(), task=ToyTask(), train_examples=datasets.Dataset.from_list(rows), eval_examples=rows[:1])
+    assert [(e.uid, e.answer, e.labels) for e in setup.train_examples] == [
+        (f"train_examples/{i}", str(i + 1), ("a",)) for i in range(3)
+    ]
+    assert setup.eval_examples[0].question == "0 + 1?"
+    published = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "Two.\n#### 2"}])
+    numbers = load_setup(config(), task="gsm8k", train_examples=published.add_column("source", ["x"]), eval_examples=[])
+    assert numbers.train_examples[0].answer == "2", "columns that the task reads"
+    with pytest.raises(ValueError, match="train_examples/0 has the columns prompt, which example of toy does not read"):
+        load_setup(config(), task=ToyTask(), train_examples=[{"prompt": "x"}])
 
 
 def test_an_evaluation_needs_no_training_problems(config):

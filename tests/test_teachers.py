@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from firedistill import SelfDistillConfig
+from firedistill.checks import memory_estimate
 from firedistill.cli import main as cli
-from firedistill.cli.preflight import memory_estimate
 from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head

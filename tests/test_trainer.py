@@ -152,7 +152,9 @@ def test_the_run_directory(run_of):
     assert next(r for r in rollouts if r["correct"])["feedback"] == []
     assert (folder / "checkpoint-4" / "teacher.safetensors").is_file()
     assert not list(folder.rglob("*.bin")), "no pickles of weights or settings"
-    assert "| 4 |" in (folder / "README.md").read_text(), "the model card holds the last evaluation"
+    card = (folder / "README.md").read_text()
+    assert "| 4 |" in card, "the model card holds the last evaluation"
+    assert 'from_pretrained("path/to/base")' in card, "a folder of this machine is no name"
     loaded = AutoPeftModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7]])
     torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from firedistill.checks import preflight
     from firedistill.config import SelfDistillConfig
     from firedistill.tasks import Example, FeedbackField, Task, Verdict, load_task
     from firedistill.tasks.decorator import task
@@ -17,7 +18,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Example", "FeedbackField", "SelfDistillConfig", "SelfDistillTrainer", "Task", "Verdict", "load_task", "task"]
+__all__ = [
+    "Example",
+    "FeedbackField",
+    "SelfDistillConfig",
+    "SelfDistillTrainer",
+    "Task",
+    "Verdict",
+    "load_task",
+    "preflight",
+    "task",
+]
+HOMES = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer", "preflight": "checks", "task": "tasks.decorator"}
 
 
 def __getattr__(name: str) -> Any:
@@ -26,9 +38,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
     from importlib import import_module
 
-    home = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer", "task": "tasks.decorator"}.get(name, "tasks")
-    return getattr(import_module(f"firedistill.{home}"), name)
+    return getattr(import_module(f"firedistill.{HOMES.get(name, 'tasks')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__")), "functional"])

@@ -419,8 +419,7 @@ class SelfDistillConfig(TrainingArguments):
         for inherited in fields(TrainingArguments):
             name = inherited.name
             if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
-                hint = f": {UNUSED[name]}" if UNUSED[name] else ""
-                raise ValueError(f"{name} has no effect on a self-distillation run{hint}; leave it out")
+                raise ValueError(without_effect(name))
         for declared in fields(SelfDistillConfig):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
             choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
@@ -627,6 +626,12 @@ LAUNCHED = {
 }
 # Values that leave a setting to `firedistill.setup`, which decides by the device; the settings of a run hold the decision.
 OPEN = {"gradient_checkpointing": None, "merge_adapter": None, "quantization": "auto", "rollouts": "auto"}
+
+
+def without_effect(name: str) -> str:
+    """Why one of `UNUSED` is refused."""
+    hint = f": {UNUSED[name]}" if UNUSED[name] else ""
+    return f"{name} has no effect on a self-distillation run{hint}; leave it out"
 
 
 def effect(name: str) -> Effect:

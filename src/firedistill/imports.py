@@ -1,16 +1,96 @@
-"""Modules of the user: tasks and methods that are named by `module:Class`."""
+"""Tasks and methods of others: `module:Name`, `./file.py:Name`, and the entry points of installed packages."""
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+METHODS, TASKS = "firedistill.methods", "firedistill.tasks"
+"""Groups of entry points in which packages name their methods and tasks."""
+
+
+@cache
+def plugins(group: str) -> dict[str, list[EntryPoint]]:
+    """The entry points of a group by name, each name with those of every installed package; nothing is imported."""
+    found: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=group):
+        found.setdefault(point.name, []).append(point)
+    return dict(sorted(found.items()))
+
+
+def load_plugin(group: str, name: str) -> Any | None:
+    """What an installed package offers under a name; None if none does.
+
+    Raises:
+        ValueError: two packages have the name, or importing it raises; the message names the packages.
+    """
+    points = plugins(group).get(name, [])
+    if not points:
+        return None
+    packages = " and ".join(map(package, points))
+    if len(points) > 1:
+        raise ValueError(
+            f"{name!r} is an entry point of {packages} (group {group}): uninstall one of them, or name module:Name"
+        )
+    try:
+        with errors_of(points[0].module):
+            return points[0].load()
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"{name!r} of the package {packages} ({points[0].value}) cannot be loaded: {error}") from error
+
+
+@cache
+def refuse_plugin(group: str, name: str) -> None:
+    """Log, once, that the entry point of a package does not replace what is built in under its name."""
+    if points := plugins(group).get(name):
+        packages = " and ".join(map(package, points))
+        logger.warning("the entry point %r of %s (group %s) is refused, because the name is built in", name, packages, group)
+
+
+def package(point: EntryPoint) -> str:
+    """`name version` of the package of an entry point."""
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown package"
+
+
+def load_object(path: str) -> Any:
+    """The object that `module:Name` or `file.py:Name` names.
+
+    Raises:
+        ModuleNotFoundError: there is no such module on the Python path or in the working folder.
+        ValueError: there is no such file, the module has no such name, or importing it raises.
+    """
+    place, _, name = path.rpartition(":")
+    with errors_of(place):
+        module = import_users_file(Path(place)) if place.endswith(".py") else import_users_module(place)
+    if not hasattr(module, name):
+        close = difflib.get_close_matches(name, vars(module), n=3)
+        raise ValueError(f"{path!r}: {place} has no {name}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
+    return getattr(module, name)
+
+
+@contextmanager
+def errors_of(place: str) -> Iterator[None]:
+    """Turn whatever the import of a module raises, but for Ctrl-C and missing modules and files, into a ValueError that names it."""
+    try:
+        yield
+    except (KeyboardInterrupt, ImportError, OSError, ValueError):
+        raise
+    except BaseException as error:  # also SystemExit
+        raise ValueError(f"importing {place} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def import_users_module(name: str) -> ModuleType:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
@@ -100,8 +100,8 @@ def load_setup(
     model: PreTrainedModel | PeftModel | str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     task: Any = None,
-    train_examples: Sequence[Example] | None = None,
-    eval_examples: Sequence[Example] | None = None,
+    train_examples: Iterable[Any] | None = None,
+    eval_examples: Iterable[Any] | None = None,
     train: bool = True,
     teacher: bool = True,
 ) -> Setup:
@@ -113,7 +113,8 @@ def load_setup(
             initial values.
         tokenizer: its tokenizer; required with a model object.
         task: a task, its name, or rows (see `load_task`).
-        train_examples, eval_examples: problems to use instead of the task's.
+        train_examples, eval_examples: problems to use instead of the task's: examples, or rows (mappings, a `datasets.Dataset`) with
+            the fields of `Example` or the columns that the task's method `example` reads.
         train: False loads no training problems of the task, for an evaluation.
         teacher: False loads no teacher, for an evaluation.
 
@@ -205,11 +206,11 @@ def load_setup(
     limit_waiting(model, args.ddp_timeout)
 
     if train_examples is not None:
-        train_examples = read_examples(train_examples, "train_examples")
+        train_examples = given_examples(train_examples, task, "train_examples")
     else:
         train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
     if eval_examples is not None:
-        eval_examples = read_examples(eval_examples, "eval_examples")
+        eval_examples = given_examples(eval_examples, task, "eval_examples")
     else:
         eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
     also: dict[str, tuple[Task, list[Example]]] = {}
@@ -258,8 +259,35 @@ def named_task(task: Any, args: SelfDistillConfig, judged: bool = False) -> Task
         )
     found = task if isinstance(task, Task) else load_task(task, judged=judged, **args.data_options)
     if args.task != f"{kind.__module__}:{kind.__qualname__}":
-        args.task = f"{OBJECT}{kind.__qualname__}"  # not the module, which is __main__ where a script defines the class
+        # Not the module, which is __main__ where a script defines the class.
+        args.task = f"{OBJECT}{found.name if isinstance(found, TableTask) else kind.__qualname__}"
     return found
+
+
+def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]:
+    """Examples that the caller gives, as examples or as rows.
+
+    Raises:
+        ValueError: a row is neither; the message names it and its columns.
+    """
+    names = {declared.name for declared in fields(Example)}
+    found = []
+    for number, row in enumerate(rows):
+        uid = f"{where}/{number}"
+        if isinstance(row, Mapping) and {"question", "answer"} <= row.keys() <= names:
+            values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+            row = Example(**{"uid": uid, **values})
+        elif isinstance(row, Mapping):
+            try:
+                row = task.example(row, uid)
+            except (NotImplementedError, ValueError, LookupError, TypeError) as error:
+                columns = ", ".join(map(str, row))
+                raise ValueError(
+                    f"{uid} has the columns {columns}, which example of {task.name} does not read ({error}): expected question and "
+                    f"answer, and nothing but {', '.join(sorted(names))}"
+                ) from error
+        found.append(row)
+    return read_examples(found, where)
 
 
 def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:

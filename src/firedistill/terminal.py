@@ -44,8 +44,20 @@ def plain_console() -> Console:
     from rich.console import Console
 
     return Console(
-        width=None if sys.stdout.isatty() else 160, markup=False, emoji=False, highlight=False, quiet=process_rank() > 0
+        width=None if sys.stdout.isatty() else 160,
+        markup=False,
+        emoji=False,
+        highlight=False,
+        quiet=process_rank() > 0,
+        force_jupyter=False,
     )
+
+
+def in_notebook() -> bool:
+    """Whether the output goes to cells of a notebook."""
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 class Visibly(logging.Formatter):

@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,9 +30,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
+from firedistill.checks import Preflight, check
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import written_at_once, written_whole
@@ -120,7 +122,7 @@ class SelfDistillTrainer(ResumableTrainer):
             has trainable adapter weights (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
-        train_examples, eval_examples: taken from the task by default.
+        train_examples, eval_examples: examples, or rows of a `datasets.Dataset` as in `load_setup`; taken from the task by default.
         processing_class: the tokenizer; required with a model object.
         callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
@@ -144,8 +146,8 @@ class SelfDistillTrainer(ResumableTrainer):
         model: PreTrainedModel | PeftModel | str | None = None,
         args: SelfDistillConfig | None = None,
         task: Any = None,
-        train_examples: Sequence[Example] | None = None,
-        eval_examples: Sequence[Example] | None = None,
+        train_examples: Iterable[Any] | None = None,
+        eval_examples: Iterable[Any] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
@@ -181,7 +183,11 @@ class SelfDistillTrainer(ResumableTrainer):
                 "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
             )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
-        for unwanted in (ProgressCallback, PrinterCallback):
+        for unwanted in (
+            DEFAULT_PROGRESS_CALLBACK,
+            ProgressCallback,
+            PrinterCallback,
+        ):  # the first one is another in a notebook
             self.remove_callback(unwanted)
         self.trackers = guard_trackers(self.callback_handler.callbacks)
 
@@ -566,7 +572,19 @@ class SelfDistillTrainer(ResumableTrainer):
             self.save_attributions(step)
         wait_for_processes(self.model)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def preflight(self) -> Preflight:
+        """What can be known before the first step: findings with fixes, the memory estimate, what was chosen for the device."""
+        return check(self.setup)
+
+    def train(self, *args: Any, preflight: bool | None = None, **kwargs: Any) -> Any:
+        """Train as `ResumableTrainer.train`.
+
+        Args:
+            preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
+        """
+        if self.console_report is not None if preflight is None else preflight:
+            for finding in self.preflight().of("error", "warning"):
+                logger.log(logging.WARNING if self.is_world_process_zero() else logging.DEBUG, "%s", finding)
         try:
             return super().train(*args, **kwargs)
         finally:

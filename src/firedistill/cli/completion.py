@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from firedistill.cli.names import OF_COMMANDS, method_names, recipe_names, setting_names, wants_help
+from firedistill.cli.arguments import OF_COMMANDS, wants_help
+from firedistill.cli.names import method_names, recipe_names, setting_types
+from firedistill.imports import METHODS, plugins
 
 BASH = """\
 _firedistill() {
@@ -36,10 +38,10 @@ def completion_command(arguments: Sequence[str], console: Console) -> int:
         )
     from firedistill.cli.main import COMMANDS
 
-    options = setting_names().union(*OF_COMMANDS.values())
+    options = {*setting_types()}.union(*OF_COMMANDS.values())
     words = {
         "COMMANDS": COMMANDS,
-        "METHODS": method_names(),
+        "METHODS": [*method_names(), *plugins(METHODS)],
         "OPTIONS": [f"--{name}" for name in options],
         "RECIPES": recipe_names(),
     }

@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
-from firedistill.cli.names import wants_help
-from firedistill.cli.preflight import Finding, check_examples, check_feedback, check_golds
+from firedistill.checks import Finding, check_examples, check_feedback, check_golds
+from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.recipes import built_in_recipes
@@ -85,18 +84,15 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(HELP)
         return 0
-    parser = Parser()
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rows", type=from_zero, default=3)
-    options, rest = parser.parse_known_args(list(arguments))
-    name, _ = split_recipe(rest)
-    if name is not None and not is_recipe(name):
-        rest = ["--task", *rest]
-    elif name is None and not any(word.partition("=")[0] == "--task" for word in rest):
+    options = parse("data", arguments)
+    recipe, settings = options.recipe, options.settings
+    if recipe is not None and not is_recipe(recipe):
+        recipe, settings = None, {"task": recipe, **settings}
+    elif recipe is None and "task" not in settings:
         raise ValueError("name the data: firedistill data my.jsonl")
     quiet_libraries()
     with without_messages("firedistill.tasks.table"):  # the report says it
-        report = inspect_data(config_of(SelfDistillConfig, rest), options.rows)
+        report = inspect_data(config_of(SelfDistillConfig, recipe, settings), options.rows)
     if options.json:
         console.print(json.dumps(asdict(report), ensure_ascii=True, indent=1), soft_wrap=True)
     else:

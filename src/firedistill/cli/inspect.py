@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from rich.console import Console
 from rich.panel import Panel
@@ -15,8 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
-from firedistill.cli.arguments import Parser, config_of, from_zero, split_recipe
-from firedistill.cli.names import wants_help
+from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
@@ -37,50 +36,41 @@ from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
 
 
-def setup_for(arguments: Sequence[str], teacher: bool = True) -> Setup:
+def setup_for(recipe: str | None, settings: dict[str, Any], teacher: bool = True) -> Setup:
     """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe."""
-    arguments = arguments_of_adapter(arguments)
-    recipe, _ = split_recipe(arguments)
-    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and not is_given("initial_adapter", arguments):
+    if recipe is not None and (Path(recipe) / "adapter_config.json").is_file():
+        recipe, settings = of_adapter(recipe, settings)
+    if recipe is not None and (Path(recipe) / "config.yaml").is_file() and "initial_adapter" not in settings:
         adapter = Path(recipe) / "adapter"
         if not adapter.is_dir():
             raise ValueError(
                 f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint: {recipe}/checkpoint-N"
             )
-        arguments += ["--initial_adapter", str(adapter)]
+        settings = {**settings, "initial_adapter": str(adapter)}
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    config = config_of(WarmStartConfig if supervised else SelfDistillConfig, arguments)
+    config = config_of(WarmStartConfig if supervised else SelfDistillConfig, recipe, settings)
     setup = load_setup(config, train=False, teacher=teacher)
     if (Path(config.run_dir) / "config.yaml").is_file():
         cast(GuardedTask, setup.task).begin_run(Path(config.run_dir), config.process_index, train=False)
     return setup
 
 
-def is_given(option: str, arguments: Sequence[str]) -> bool:
-    return any(argument.partition("=")[0].replace("-", "_") == f"__{option}" for argument in arguments)
-
-
-def arguments_of_adapter(arguments: Sequence[str]) -> list[str]:
-    """The arguments, where a folder that holds an adapter in place of the recipe stands for its run's settings and `--initial_adapter`.
+def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """The run and the settings that the folder of an adapter stands for.
 
     Raises:
-        ValueError: the adapter is not in a run directory, and no task is given.
+        ValueError: the adapter is not in a run directory, and no task is given, or no base model is known.
     """
-    folder, rest = split_recipe(arguments)
-    if folder is None or not (Path(folder) / "adapter_config.json").is_file():
-        return list(arguments)
-    run = Path(folder).resolve().parent
+    run, settings = Path(folder).resolve().parent, {"initial_adapter": folder, **settings}
     if (run / "config.yaml").is_file():
-        return [str(run), *rest, "--initial_adapter", folder]
-    if not is_given("task", rest):
+        return str(run), settings
+    if "task" not in settings:
         raise ValueError(f"{folder} is an adapter outside of a run directory: name the task to evaluate it on, --task NAME")
-    if not is_given("model", rest):
-        base = read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path")
-        if not base:
-            raise ValueError(f"{folder} does not name its base model: name it, --model NAME")
-        rest += ["--model", str(base)]
-    return [*rest, "--initial_adapter", folder]
+    base = settings.get("model") or read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path")
+    if not base:
+        raise ValueError(f"{folder} does not name its base model: name it, --model NAME")
+    return None, {**settings, "model": str(base)}
 
 
 def eval_command(arguments: Sequence[str], console: Console) -> int:
@@ -92,10 +82,8 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
             "--eval_samples N adds sampled accuracy, pass@k, entropy and distinct answers, --eval_also TASK further tasks."
         )
         return 0
-    parser = Parser()
-    parser.add_argument("--json", action="store_true")
-    options, rest = parser.parse_known_args(list(arguments))
-    setup = setup_for(rest, teacher=False)
+    options = parse("eval", arguments)
+    setup = setup_for(options.recipe, options.settings, teacher=False)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
@@ -135,17 +123,10 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             "--checkpoint uses student and teacher of that step instead of the last ones."
         )
         return 0
-    parser = Parser()
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--prompts", action="store_true")
-    parser.add_argument("--example", type=from_zero, default=0)
-    parser.add_argument("--count", type=from_zero, default=1)
-    parser.add_argument("--split", default="eval")
-    parser.add_argument("--checkpoint")
-    options, rest = parser.parse_known_args(list(arguments))
+    options = parse("inspect", arguments)
     if options.count < 1 or (options.count > 1 and not options.save):
         raise ValueError(f"--count is {options.count}; expected 1 or more, and --save with more than 1")
-    folder = Path(split_recipe(rest)[0] or "")
+    folder = Path(options.recipe or "")
     if options.save and not (folder / "config.yaml").is_file():
         raise ValueError("--save needs a run directory: firedistill inspect RUN --save")
     checkpoint = None
@@ -154,8 +135,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         if not (checkpoint / "checkpoint.json").is_file():
             steps = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
             raise ValueError(f"--checkpoint is {options.checkpoint}; {folder} has checkpoints of these steps: {steps}")
-        rest += ["--initial_adapter", str(checkpoint)]
-    setup = setup_for(rest)
+        options.settings["initial_adapter"] = str(checkpoint)
+    setup = setup_for(options.recipe, options.settings)
     args, task, first = setup.args, setup.task, options.example
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):

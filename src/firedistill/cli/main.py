@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 
 import firedistill
-from firedistill.cli.names import check_names
+from firedistill.cli.arguments import OF_COMMANDS, parse, parse_suite, wants_help
 from firedistill.tasks.sources import DataError
 from firedistill.terminal import of_rank, plain_console, unfailing_output, visible
 
@@ -101,8 +101,13 @@ def run(arguments: Sequence[str]) -> int:
     parsed, unknown = parser.parse_known_args(arguments)
     console = plain_console()
     try:
-        check_names(parsed.command, unknown + parsed.rest)
-        return load_command(parsed.command)(unknown + parsed.rest, console)
+        rest = unknown + parsed.rest
+        # A mistake is reported before the command's module imports torch.
+        if parsed.command in OF_COMMANDS and not wants_help(rest):
+            parse(parsed.command, rest)
+        elif parsed.command == "suite":
+            parse_suite(rest)
+        return load_command(parsed.command)(rest, console)
     except KeyboardInterrupt:
         Console(stderr=True).print(
             f"{of_rank()}stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"

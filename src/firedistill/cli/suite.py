@@ -12,22 +12,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from firedistill.cli.arguments import parse_suite
 from firedistill.suites.plan import Plan, PlannedRun, built_in_suites, make_plan, merge, with_warm_starts
 from firedistill.suites.run import Runner, RunState, SuiteFolder, array_part, duration, run_arguments, share, summary
 from firedistill.terminal import visible
 
-DESCRIPTION = """\
-Execute a list of training runs. Stop it at any point; the same command continues it.
-
-NAME is one of {names}, a YAML file, or the folder of an existing suite.
-Any other option is an option of `firedistill train` for every run: --data_dir data, --max_steps 20, ...
-"""
 COLOURS = {"done": "green", "running": "cyan", "failed": "red", "waiting": "yellow", "to do": "dim"}
 
 
 def suite_command(arguments: Sequence[str], console: Console) -> int:
     """Plan, run, continue or show a suite; returns 1 if a run has failed or was not executed."""
-    options, rest = parse(arguments)
+    options, rest = parse_suite(arguments)
     if options.name is None:
         raise ValueError(f"name a suite: one of {', '.join(built_in_suites())}, a YAML file, or the folder of a suite")
     suite, plan, chosen = planned(options, rest)
@@ -69,47 +64,6 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
         console.print(f"not executed: {', '.join(waiting)}; the same command continues the suite", soft_wrap=True)
     console.print(f"report: firedistill report {shlex.quote(str(suite.folder))} -o report", soft_wrap=True)
     return 1 if failed or waiting else 0
-
-
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
-    """The command's own options, and those for every run."""
-    from firedistill.recipes import parse_overrides
-
-    parser = argparse.ArgumentParser(
-        prog="firedistill suite",
-        usage="firedistill suite NAME [--seeds ...] [--only ...] [--option value ...] [--dry-run | --status | --retry-failed]",
-        description=DESCRIPTION.format(names=", ".join(built_in_suites())),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="suite, YAML file, or folder")
-    parser.add_argument("-o", "--output_dir", "--output-dir", help="folder of the suite (runs/NAME)")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="show the runs and their commands, run nothing")
-    parser.add_argument("--status", action="store_true", help="show which runs are done, running, failed and to do")
-    parser.add_argument("--seeds", nargs="+", type=numbers, help="use these seeds instead of the suite's: 0 or 0,1,2")
-    parser.add_argument("--only", nargs="+", type=words, help="run only these methods: fire,full_context")
-    parser.add_argument("--retry-failed", "--retry_failed", action="store_true", help="run failed runs again")
-    parser.add_argument("--gpus", nargs="+", type=words, help="one run at a time on each of these GPUs: 0,1,2,3")
-    parser.add_argument("--jobs", type=int, help="number of concurrent runs (1, or one per GPU)")
-    parser.add_argument("--index", type=int, help="part of the runs to execute, from 0; defaults to SLURM_ARRAY_TASK_ID if set")
-    parser.add_argument("--of", type=int, help="number of parts")
-    options, rest = parser.parse_known_args(list(arguments))
-    for name in ("seeds", "only", "gpus"):
-        if lists := getattr(options, name):
-            setattr(options, name, [value for values in lists for value in values])
-    if (options.index is None) != (options.of is None):
-        raise ValueError("--index and --of must be given together: --index 0 --of 4")
-    if options.jobs is not None and options.jobs < 1:
-        raise ValueError(f"--jobs is {options.jobs}; expected 1 or more")
-    return options, parse_overrides(rest)
-
-
-def numbers(text: str) -> list[int]:
-    return [int(word) for word in words(text)]
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[SuiteFolder, Plan, list[PlannedRun]]:

@@ -7,16 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
 
 from rich.console import Console
 
-from firedistill.cli.arguments import Parser, config_of, option_names
-from firedistill.cli.names import wants_help
-from firedistill.cli.preflight import preflight
+from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
-from firedistill.objectives import registered_objectives
+from firedistill.imports import METHODS, TASKS, package, plugins
+from firedistill.objectives import objective_class, registered_objectives
 from firedistill.recipes import built_in_recipes, default_of, option_groups
 from firedistill.run.console import before_and_after, correct_rate_trend
 from firedistill.run.directory import RunLock, refuse_other_files
@@ -47,16 +45,11 @@ def run_training(
     if wants_help(arguments):
         print_help(config_class, console, command, everything="--help-all" in arguments)
         return 0
-    parser = Parser()
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--overwrite", action="store_true")
-    parser.add_argument("--preflight", choices=["run", "only", "skip"], default="run")
-    parser.add_argument("--allow_changes", "--allow-changes", nargs="+", type=option_names, default=[], metavar="NAME")
-    options, rest = parser.parse_known_args(list(arguments))
-    allowed = list(chain.from_iterable(options.allow_changes))
+    options = parse(command, arguments)
+    allowed = [name.replace("-", "_") for names in options.allow_changes for name in names.split(",") if name]
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
-    config = config_of(config_class, rest)
+    config = config_of(config_class, options.recipe, options.settings)
     quiet_libraries()
     folder = Path(config.run_dir)
     wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
@@ -77,7 +70,7 @@ def run_training(
                 return 0
         if trainer.console_report is not None:
             trainer.console_report.console = console
-        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed)
+        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
     if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
@@ -94,12 +87,10 @@ def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: 
     Raises:
         ValueError: there are errors.
     """
-    findings = preflight(trainer.setup)
-    if trainer.is_world_process_zero():
-        for finding in findings:
-            if notes or finding.level != "note":
-                console.print(visible(str(finding)), soft_wrap=True)
-    if errors := [finding.text for finding in findings if finding.level == "error"]:
+    found = trainer.preflight()
+    for finding in found.findings if notes else found.of("error", "warning"):
+        console.print(visible(str(finding)), soft_wrap=True)
+    if errors := [finding.text for finding in found.of("error")]:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
         raise ValueError(f"{count} to fix before training: {'; '.join(errors)} (--preflight skip trains nevertheless)")
 
@@ -143,10 +134,21 @@ def print_help(config_class: type[SelfDistillConfig], console: Console, command:
             out += [f"  --{option.name} ({default_of(option)})"]
             out += textwrap.wrap(option.metadata["help"], 100, initial_indent="      ", subsequent_indent="      ")
     out += ["", "Methods, with the settings that --method_settings.NAME VALUE changes:"]
-    for name, method in registered_objectives().items():
-        summary = next((line for line in (method.__doc__ or "").splitlines() if line.strip()), "")
-        out += [f"  {name}: {summary}"]
+    built_in = registered_objectives()
+    for name in [*built_in, *(name for name in plugins(METHODS) if name not in built_in)]:
+        title = f"  {name}" + ("" if name in built_in else f" ({package(plugins(METHODS)[name][0])})")
+        try:
+            method = objective_class(name)
+        except ValueError as error:  # a package that cannot be loaded
+            out += [visible(f"{title}: {error}")]
+            continue
+        out += [f"{title}: {next((line for line in (method.__doc__ or '').splitlines() if line.strip()), '')}"]
         out += [f"      {f.name} ({f.default}): {f.metadata.get('help', '')}" for f in fields(method)]
+    if tasks := plugins(TASKS):
+        out += [
+            "",
+            "Tasks of installed packages: " + ", ".join(f"{name} ({package(found[0])})" for name, found in tasks.items()),
+        ]
     inherited = [f.name for f in fields(config_class) if f.init and f.name not in ours]
     out += ["", f"and {len(inherited)} options of transformers.TrainingArguments" + (":" if everything else " (--help-all)")]
     if everything:

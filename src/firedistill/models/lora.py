@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +133,9 @@ def sort_targets(model: PeftModel) -> PeftModel:
 
 
 def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
-    with shown_whole(model):
+    with shown_whole(model), warnings.catch_warnings():
+        # peft 0.21 asks a model for what newer versions of transformers than 5.16 have renamed.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
         adapted = get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))
     return sort_targets(cast(PeftModel, adapted))
 

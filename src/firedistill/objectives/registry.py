@@ -9,16 +9,22 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from firedistill.coerce import coerce
-from firedistill.imports import import_users_module
+from firedistill.imports import METHODS, load_object, load_plugin, plugins, refuse_plugin
 from firedistill.objectives.base import Objective
 
 _REGISTRY: dict[str, type[Objective]] = {}
 
 
 def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
-    """Class decorator that makes an objective available to recipes under `name`."""
+    """Class decorator that makes an objective available to recipes under `name`.
+
+    Raises:
+        ValueError: the name is that of a built-in method.
+    """
 
     def decorate(cls: type[Objective]) -> type[Objective]:
+        if name in _REGISTRY and _REGISTRY[name].__module__.startswith("firedistill.") and _REGISTRY[name] is not cls:
+            raise ValueError(f"{name!r} is a built-in method: register {cls.__name__} under another name")
         cls.name = name
         _REGISTRY[name] = cls
         return cls
@@ -27,28 +33,29 @@ def register(name: str) -> Callable[[type[Objective]], type[Objective]]:
 
 
 def registered_objectives() -> dict[str, type[Objective]]:
-    """All methods by name."""
+    """The built-in methods, and those of modules that have been imported, by name."""
     return dict(sorted(_REGISTRY.items()))
 
 
 def objective_class(name: str) -> type[Objective]:
-    """The objective registered under `name`, or named by dotted path (`my_package.my_module:MyObjective`).
+    """The method of that name: registered, an entry point of an installed package, `module:Class`, or `file.py:Class`.
 
     Raises:
-        ValueError: no such method.
+        ValueError: no such method, or it cannot be imported.
     """
-    if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            cls = getattr(import_users_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"method {name!r} could not be loaded: {error}") from error
-        if not (isinstance(cls, type) and issubclass(cls, Objective)):
-            raise ValueError(f"method {name!r} is not a subclass of firedistill.objectives.Objective")
-        return cls
-    if name not in _REGISTRY:
-        raise ValueError(f"unknown method {name!r}; known are {', '.join(sorted(_REGISTRY))}, or a dotted path module:Class")
-    return _REGISTRY[name]
+    if name in _REGISTRY:
+        refuse_plugin(METHODS, name)
+        return _REGISTRY[name]
+    try:
+        cls = load_object(name) if ":" in name else load_plugin(METHODS, name)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"method {name!r} could not be loaded: {error}") from error
+    if cls is None:
+        known = sorted([*_REGISTRY, *plugins(METHODS)])
+        raise ValueError(f"unknown method {name!r}; known are {', '.join(known)}, or module:Class or file.py:Class of your own")
+    if not (isinstance(cls, type) and issubclass(cls, Objective)):
+        raise ValueError(f"method {name!r} is not a subclass of firedistill.objectives.Objective")
+    return cls
 
 
 def load_objective(name: str, settings: Mapping[str, Any] | None = None) -> Objective:

@@ -8,21 +8,19 @@ from __future__ import annotations
 import difflib
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.coerce import coerce, is_secret, read_yaml
-from firedistill.config import SelfDistillConfig
+from firedistill.config import UNUSED, SelfDistillConfig, without_effect
 from firedistill.objectives import objective_class
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened
 
 Config = TypeVar("Config", bound=SelfDistillConfig)
-
-MAPPINGS = {f.name for f in fields(SelfDistillConfig) if f.type == "dict[str, str]"}  # given as NAME=VALUE words
 
 
 class OptionError(ValueError):
@@ -57,6 +55,8 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
             close = difflib.get_close_matches(str(name), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "see --help and --help-all"
             raise OptionError(f"unknown option {shortened(repr(name))} {where}; {hint}")
+        if name in UNUSED:  # also where the value is the default
+            raise OptionError(f"{without_effect(name)} ({name} {where})")
         try:
             coerced[name] = coerce(value, types[name])
         except TypeError as error:
@@ -112,49 +112,6 @@ def settings_of_method(methods: Any, chosen: Any, recipe: str | None) -> dict[st
 def built_in_recipes() -> list[str]:
     files = [file.name for file in resources.files(__name__).iterdir()]
     return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value` and `--flag` (true) as a mapping of strings; `--columns a=b c=d` as one of mappings.
-
-    Raises:
-        OptionError: an argument that is not an option, or an option that is given twice.
-    """
-    overrides: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
-        if not argument.startswith("--") or argument == "--":
-            raise OptionError(f"{argument!r} is not an option; options are written --name value")
-        name, equals, value = argument[2:].partition("=")
-        if not equals:
-            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        name = name.replace("-", "_")
-        if name in overrides:
-            raise OptionError(f"--{name} is given twice")
-        overrides[name] = value
-        if name in MAPPINGS and not value.startswith("{"):
-            words = [value]
-            while rest and not rest[0].startswith("--"):
-                words.append(rest.pop(0))
-            overrides[name] = mapping_of(words, name)
-    return overrides
-
-
-def mapping_of(words: Sequence[str], option: str) -> dict[str, str]:
-    """`name=value` words as a mapping.
-
-    Raises:
-        OptionError: a word without `=`, or a name that is given twice.
-    """
-    mapping: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or name in mapping:
-            problem = f"names {name!r} twice" if equals else f"has {word!r}, expected NAME=VALUE"
-            raise OptionError(f"--{option} {problem} (with quotation marks around a value that has blanks: 'NAME=a b')")
-        mapping[name] = value
-    return mapping
 
 
 def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:

@@ -274,7 +274,9 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
     os.environ[STARTED_BY_TRAINER] = "1"
-    if device.type == "cpu":  # by itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores
+    if (
+        device.type == "cpu"
+    ):  # by itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores
         available, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
         bound = ",".join(map(str, available)) if threads >= len(available) else "nobind"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)

@@ -78,7 +78,7 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("{shown}")',
+        f'base = AutoModelForCausalLM.from_pretrained("{hub_id or f"path/to/{shown}"}")',
         'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
         "```",

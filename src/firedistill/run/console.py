@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
-from firedistill.terminal import plain_console
+from firedistill.terminal import in_notebook, plain_console
 
 
 class Column(NamedTuple):
@@ -42,8 +45,44 @@ COLUMNS = [
 ]
 
 
+class NotebookLive:
+    """A renderable in the output of a notebook's cell, which is replaced as it changes, at most twice a second.
+
+    Args:
+        render: returns what to show.
+    """
+
+    def __init__(self, render: Callable[[], Any]):
+        self.render = render
+        self.handle: Any = None
+        self.shown = 0.0
+
+    def start(self) -> None:
+        from IPython.display import display  # is there, since this is a notebook
+
+        self.handle = display(self.content(), raw=True, display_id=True)
+
+    def refresh(self) -> None:
+        if self.handle is not None and time.monotonic() > self.shown + 0.5:
+            self.handle.update(self.content(), raw=True)
+            self.shown = time.monotonic()
+
+    def stop(self) -> None:
+        self.shown = 0.0
+        self.refresh()
+        self.handle = None
+
+    def content(self) -> dict[str, str]:
+        """The renderable as HTML and, for front ends without it, as text."""
+        console = Console(record=True, file=io.StringIO(), width=100, force_jupyter=False, force_terminal=True)
+        console.print(self.render())
+        page = console.export_html(clear=False, inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")
+        return {"text/html": page, "text/plain": console.export_text()}
+
+
 class ConsoleReport(TrainerCallback):
-    """Prints a line per step and evaluation. On a terminal, a live table shows the last steps above a progress bar.
+    """Prints a line per step and evaluation. On a terminal, a live table shows the last steps above a progress bar; in a notebook,
+    so does the output of the cell, with the evaluations above.
 
     Args:
         trainer: the trainer to watch.
@@ -51,6 +90,7 @@ class ConsoleReport(TrainerCallback):
 
     Attributes:
         console: where to print; it can be replaced before training.
+        lines: what a notebook shows above the table.
     """
 
     def __init__(self, trainer: Any, rows: int = 12):
@@ -59,8 +99,9 @@ class ConsoleReport(TrainerCallback):
         self.latest: list[tuple[dict[str, float], str]] = []
         self.scrolled = False
         trainer.on_progress = self.phase
+        self.lines: list[str] = []
         self.progress: Progress
-        self.live: Live | None = None
+        self.live: Live | NotebookLive | None = None
         self.bar: TaskID | None = None
 
     def stop(self) -> None:
@@ -71,6 +112,12 @@ class ConsoleReport(TrainerCallback):
     def phase(self, name: str, done: int, total: int) -> None:
         if self.bar is not None:
             self.progress.update(self.bar, phase=f"{name} {done}/{total}")
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Show the present state where nothing else does: the display of a terminal refreshes itself."""
+        if isinstance(self.live, NotebookLive):
+            self.live.refresh()
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.progress = Progress(
@@ -81,8 +128,10 @@ class ConsoleReport(TrainerCallback):
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.columns, self.latest, self.scrolled = [], [], False
-        if self.console.is_terminal:
+        self.columns, self.latest, self.lines, self.scrolled = [], [], [], False
+        if in_notebook():
+            self.live = NotebookLive(self.render)
+        elif self.console.is_terminal:
             self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         if state.global_step:
             self.print(f"resuming after step {state.global_step}, from {self.trainer.resumed_from}")
@@ -91,6 +140,8 @@ class ConsoleReport(TrainerCallback):
             self.live.start()
 
     def on_train_end(self, args, state, control, **kwargs):
+        if isinstance(self.live, NotebookLive) and self.trainer.stop.signal is not None and state.global_step < state.max_steps:
+            self.print(f"stopped by {self.trainer.stop.name} after step {state.global_step}; run the cell again to continue")
         self.stop()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -111,14 +162,18 @@ class ConsoleReport(TrainerCallback):
             return
         self.latest.append((metrics, note))
         if len(self.latest) > self.rows:
-            if not self.scrolled:
-                self.print(self.header(), style="bold")
+            first = self.latest.pop(0)
+            if isinstance(self.live, Live):
+                if not self.scrolled:
+                    self.print(self.header(), style="bold")
+                self.print(self.line(*first))
             self.scrolled = True
-            self.print(self.line(*self.latest.pop(0)))
+        self.refresh()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and metrics.get("eval_n"):
             self.print(f"held-out, step {state.global_step}: {accuracy_line(metrics)}", style="cyan")
+            self.refresh()
 
     def header(self) -> str:
         return "  ".join(column.title.rjust(column.width) for column in self.columns)
@@ -127,8 +182,9 @@ class ConsoleReport(TrainerCallback):
         return "  ".join(column.cell(metrics) for column in self.columns) + (f"  {note}" if note else "")
 
     def render(self) -> Group:
-        """The table of the last steps above the progress bar."""
-        table = Table()
+        """The table of the last steps above the progress bar; in a notebook also the lines above the table."""
+        earlier = self.scrolled and isinstance(self.live, NotebookLive)
+        table = Table(caption="earlier steps: metrics.jsonl" if earlier else None)
         for column in self.columns:
             table.add_column(column.title, justify="right")
         noted = any(note for _, note in self.latest)
@@ -137,9 +193,12 @@ class ConsoleReport(TrainerCallback):
         for metrics, note in self.latest:
             cells = [column.cell(metrics).strip() for column in self.columns]
             table.add_row(*cells, *([note] if noted else []), style="yellow" if note else None)
-        return Group(*([table] if self.latest else []), self.progress)
+        return Group(*map(Text, self.lines), *([table] if self.latest else []), self.progress)
 
     def print(self, text: str, style: str | None = None) -> None:
+        if isinstance(self.live, NotebookLive):
+            self.lines.append(text)
+            return
         self.console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from firedistill.imports import import_users_file, import_users_module, is_missing
+from firedistill import imports
 from firedistill.tasks.choice import AquaRat, ArcChallenge, ChoiceTask, MMLUPro, WiC, WinoGrande
 from firedistill.tasks.guard import explained
 from firedistill.tasks.numeric import GSM8K, ASDiv, NumericTask
@@ -37,6 +35,9 @@ OBJECT = "object:"
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaRat, ArcChallenge, WinoGrande, WiC, MMLUPro)}
 """The tasks of the paper, which read published datasets, by name."""
 
+GENERATED = ("arithmetic", "functions", "code", "planted", "gym")
+"""Beginnings of the names of the other built-in tasks."""
+
 
 def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
     """Return a task by name.
@@ -53,7 +54,8 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
             - data of your own: a file (`my.jsonl`, `.csv`, `.parquet`), a folder with splits, a hub dataset `owner/name`; or,
               instead of a name, a list of mappings or a `datasets.Dataset`;
             - `<module>:<name>` or `<file>.py:<name>`: a task of your own, for instance `my_package.my_module:MyTask`, on the
-              Python path or in the current folder.
+              Python path or in the current folder;
+            - the name of an entry point of the group `firedistill.tasks` in an installed package.
 
         judged: a judge gives the verdicts, so that data of your own need no answers.
         options: those of `TableTask`, for data of your own.
@@ -75,8 +77,9 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
             "Python, or name a task by --task, such as a file or module:Class"
         )
     prefix, colon, rest = name.partition(":")
-    published = name in TASKS or prefix in ("arithmetic", "functions", "code", "planted", "gym")
-    if not published and not prefix.endswith(".py") and names_data(name):
+    published = name in TASKS or prefix in GENERATED
+    plugin = not published and name in imports.plugins(imports.TASKS)
+    if not published and not plugin and not prefix.endswith(".py") and names_data(name):
         table = TableTask(name, **{**verifier, **options})
         table.prepare()
         return table
@@ -85,8 +88,12 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
             f"{next(iter(options))} is set, but the task {name!r} says itself what its data are: leave {', '.join(options)} out, or "
             "name a file, a folder or a hub dataset as the task"
         )
+    if published:
+        imports.refuse_plugin(imports.TASKS, prefix)
     if name in TASKS:
         return TASKS[name]()
+    if plugin:
+        return _as_task(imports.load_plugin(imports.TASKS, name), name)
     if prefix == "arithmetic":
         from firedistill.tasks.arithmetic import Arithmetic
 
@@ -108,7 +115,13 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
 
         return GymTask(rest)
     if colon and prefix and rest and prefix != "gym":
-        return _own_task(prefix, rest)
+        try:
+            return _as_task(imports.load_object(name), name)
+        except ModuleNotFoundError as error:
+            if not imports.is_missing(prefix, error):
+                raise
+            text = f"unknown task: found no module {prefix!r} on the Python path or in {os.getcwd()}."
+            raise ValueError(f"{text}{_suggestion(prefix)} {_known_names()}") from error
     raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
 
 
@@ -117,45 +130,33 @@ def undecided(row: Mapping[str, Any], response: str) -> bool:
     return False
 
 
-def _own_task(module_name: str, class_name: str) -> Task:
-    """The task `class_name` of a user's module: an instance, or a class that is called without arguments."""
-    with explained(f"importing {module_name}"):
-        module = import_users_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name)
-    if not hasattr(module, class_name):
-        close = difflib.get_close_matches(class_name, vars(module), n=3)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
-        raise ValueError(f"unknown task {f'{module_name}:{class_name}'!r}: module {module_name} has no {class_name}.{hint}")
-    task = getattr(module, class_name)
+def refuse_unknown(name: str) -> None:
+    """Raise ValueError for the name of a task that is neither built in, nor data, nor one of somebody else's."""
+    known = (*TASKS, *GENERATED, *imports.plugins(imports.TASKS))
+    if not (":" in name or name in known or names_data(name)):
+        raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
+
+
+def _as_task(task: Any, name: str) -> Task:
+    """The task that a name of somebody else's stands for: an instance, or a class that is called without arguments."""
     if callable(task) and not isinstance(task, Task):
-        with explained(f"{module_name}:{class_name}()"):
+        with explained(f"{name}()"):
             task = task()
     methods = ("examples", "prompt", "verify", "feedback")
     if not (hasattr(task, "format_instruction") and all(callable(getattr(task, method, None)) for method in methods)):
-        raise ValueError(f"{module_name}:{class_name} is not a task: derive it from firedistill.Task")
+        raise ValueError(f"{name} is not a task: derive it from firedistill.Task")
     if isinstance(task, TableTask):
         task.prepare()
     return task
 
 
-def _import(module_name: str) -> ModuleType:
-    try:
-        return import_users_module(module_name)
-    except ModuleNotFoundError as error:
-        if not is_missing(module_name, error):
-            raise
-        raise ValueError(
-            f"unknown task: found no module {module_name!r} on the Python path or in {os.getcwd()}."
-            f"{_suggestion(module_name)} {_known_names()}"
-        ) from error
-
-
 def _suggestion(name: str) -> str:
-    names = [*TASKS, "arithmetic", "functions", "code"]
+    names = [*TASKS, "arithmetic", "functions", "code", *imports.plugins(imports.TASKS)]
     beginning = [known for known in names if name and known.startswith(name.lower())]
     close = beginning or difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _known_names() -> str:
-    names = ", ".join([*TASKS, "arithmetic", "functions"])
+    names = ", ".join([*TASKS, "arithmetic", "functions", *imports.plugins(imports.TASKS)])
     return f"Known tasks: {names}, code:<file>, gym:<dataset>, and your own: a file of rows, or <module>:<class>."

@@ -49,7 +49,7 @@ def waits(setting: Setting) -> Iterator[harness.Row]:
     steps = sizes.warm_up_steps + 1
     with stack, trainer_of(setting, model, callback=EveryStep(after=after), max_steps=steps) as trainer:
         trainer.over = 0.1
-        trainer.train()
+        trainer.train(preflight=False)
     case = {"prompts": sizes.prompts, "response": sizes.response}
     (places,) = found
     sampling = sum(count for place, count in places.items() if "rollouts/" in place or "generation/" in place)
@@ -117,7 +117,7 @@ def profile(setting: Setting) -> Iterator[harness.Row]:
         with profiled(setting) as decoding_profile:
             engine.generate(prompts, sampling, seed=0)
         yield from operators(setting, decoding_profile, "decoding", sizes.profiled_tokens)
-        trainer.train()
+        trainer.train(preflight=False)
     yield from operators(setting, profilers[0], "update", 1)
 
 
@@ -192,7 +192,7 @@ def lab_run(setting: Setting, settings: dict[str, Any]) -> tuple[dict[str, Tenso
         callback = EveryStep()
         trainer = MeasuredTrainer(args=build_config(SelfDistillConfig, "lab", given | settings), callbacks=[callback])
         callback.trainer = trainer
-        trainer.train()
+        trainer.train(preflight=False)
         losses = [row["loss"] for row in trainer.rows]
         return {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}, losses
 

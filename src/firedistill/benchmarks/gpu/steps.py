@@ -226,7 +226,7 @@ def steps_of(
 
     with trainer_of(setting, model(), tokenizer, EveryStep(before), method=method, **settings) as trainer:
         trainer.over = over
-        trainer.train()
+        trainer.train(preflight=False)
         rows = trainer.rows[sizes.warm_up_steps :]
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))

@@ -1,9 +1,9 @@
 """Checks of everything that can be known before the first step: one line per finding, with a suggested fix.
 
-    firedistill train my-recipe --preflight only
+    print(firedistill.preflight(args=config))        # or trainer.preflight(); firedistill train RECIPE --preflight only
 
-Errors stop a run, warnings do not, notes inform. Of large data, a fixed number of evenly spaced examples is checked, and of a task
-whose methods are slow or hang, as many as `CHECK_SECONDS` allow; the finding says how many.
+Errors stop a run of the command line, warnings do not, notes inform. Of large data, a fixed number of evenly spaced examples is
+checked, and of a task whose methods are slow or hang, as many as `CHECK_SECONDS` allow; the finding says how many.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
@@ -30,12 +34,13 @@ from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.run.checkpoints import random_state, restore_random_state
-from firedistill.setup import Setup
+from firedistill.setup import Setup, load_setup
 from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.types import Example
 from firedistill.teacher.prefix_cache import can_share_prefixes
+from firedistill.terminal import visible
 
 CHECKED = 256  # examples of a split that are checked
 CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no further one
@@ -67,7 +72,61 @@ class Finding:
         return f"{self.level}: {self.subject}: {self.text}" + (f" -> {self.fix}" if self.fix else "")
 
 
-def preflight(setup: Setup) -> list[Finding]:
+@dataclass(frozen=True, repr=False)
+class Preflight:
+    """What is known before the first step: lines of text in a terminal, a table in a notebook.
+
+    Attributes:
+        findings: of all checks, in their order.
+        memory: the estimate of bytes by purpose, see `memory_estimate`.
+        chosen: what was chosen for the device where the settings leave it open, and why, as texts by name.
+    """
+
+    findings: list[Finding]
+    memory: dict[str, float]
+    chosen: dict[str, str]
+
+    def of(self, *levels: Level) -> list[Finding]:
+        """The findings of these levels."""
+        return [finding for finding in self.findings if finding.level in levels]
+
+    def __repr__(self) -> str:
+        return "\n".join(visible(str(finding)) for finding in self.findings)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            "<tr>" + "".join(f"<td>{escape(visible(cell))}</td>" for cell in (f.level, f.subject, f.text, f.fix)) + "</tr>"
+            for f in self.findings
+        ]
+        return "<table><tr><th></th><th>checked</th><th>found</th><th>fix</th></tr>" + "".join(rows) + "</table>"
+
+
+def preflight(
+    model: PreTrainedModel | PeftModel | str | None = None,
+    args: SelfDistillConfig | None = None,
+    task: Any = None,
+    train_examples: Iterable[Any] | None = None,
+    eval_examples: Iterable[Any] | None = None,
+    processing_class: PreTrainedTokenizerBase | None = None,
+) -> Preflight:
+    """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`.
+
+    Raises:
+        ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
+    """
+    return check(
+        load_setup(
+            args or SelfDistillConfig(),
+            model=model,
+            tokenizer=processing_class,
+            task=task,
+            train_examples=train_examples,
+            eval_examples=eval_examples,
+        )
+    )
+
+
+def check(setup: Setup) -> Preflight:
     """Check data, prompts, tokenizer, adapter, settings, disk and memory. Nothing is trained, sampled or written.
 
     The state of every global random generator is restored, because a verifier may draw from one.
@@ -85,12 +144,16 @@ def preflight(setup: Setup) -> list[Finding]:
         check_gradient,
         check_settings,
         check_disk,
-        check_defaults,
-        check_memory,
     ]
     state = random_state()
     try:
-        return [finding for check in checks for finding in check(setup)]
+        findings = [finding for one in checks for finding in one(setup)]
+        memory, chosen = memory_estimate(setup), chosen_for_the_device(setup)
+        findings += [
+            Finding("note", "defaults", "; ".join(f"{name} {text}" for name, text in chosen.items())),
+            check_memory(memory, setup.args.device),
+        ]
+        return Preflight(findings, memory, chosen)
     finally:
         restore_random_state(state)
 
@@ -473,11 +536,11 @@ def check_disk(setup: Setup) -> Iterator[Finding]:
         yield Finding("note", "disk", text)
 
 
-def check_defaults(setup: Setup) -> Iterator[Finding]:
-    """What was chosen for the device where the settings leave it open, and why."""
+def chosen_for_the_device(setup: Setup) -> dict[str, str]:
+    """What was chosen for the device where the settings leave it open, and why, by name."""
     args, device = setup.args, setup.args.device
     shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
-    chosen = {
+    return {
         **setup.decided,
         "attn_implementation": f"{unwrap(setup.model).config._attn_implementation}"
         + ("" if args.attn_implementation else ", the default of transformers for this model"),
@@ -487,7 +550,6 @@ def check_defaults(setup: Setup) -> Iterator[Finding]:
         + ("" if args.share_prefixes is not None else f", the default for {device.type}"),
         "head": f"chunks of {default_chunk(unwrap(setup.model).config.get_text_config().vocab_size, device.type == 'cuda')} tokens",
     }
-    yield Finding("note", "defaults", "; ".join(f"{name} {text}" for name, text in chosen.items()))
 
 
 def memory_estimate(setup: Setup) -> dict[str, float]:
@@ -499,16 +561,12 @@ def memory_estimate(setup: Setup) -> dict[str, float]:
     return need
 
 
-def check_memory(setup: Setup) -> Iterator[Finding]:
+def check_memory(need: Mapping[str, float], device: torch.device) -> Finding:
     """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
-    need = memory_estimate(setup)
-    total = sum(need.values())
-    device = setup.args.device
-    free = free_memory(device)
+    total, free = sum(need.values()), free_memory(device)
     parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in need.items())
     text = f"about {total / GB:.1f} GB at most ({parts})" + (f"; {device.type} has {free / GB:.1f} GB for it" if free else "")
     if free is not None and total > free:
         fix = "lower max_context_tokens, rollout_batch_size or per_device_train_batch_size (with more gradient_accumulation_steps)"
-        yield Finding("warning", "memory", text, fix)
-    else:
-        yield Finding("note", "memory", text)
+        return Finding("warning", "memory", text, fix)
+    return Finding("note", "memory", text)
