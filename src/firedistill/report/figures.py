@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -15,9 +16,12 @@ from matplotlib.figure import Figure
 from firedistill.files import written_at_once
 from firedistill.report.charts import Chart, Curve, charts_of, rate_curve
 from firedistill.report.groups import Group, Study
+from firedistill.report.palette import Line
 from firedistill.terminal import shortened
 
 Curves = Sequence[tuple[Group, Curve]]
+Panels = Sequence[tuple[str, Curves]]
+LINE_STYLES: dict[str, Any] = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 # The charts that are also drawn at every learning rate.
 SWEPT = ("gradient-norm", "sampled-answers", "policy-kl")
 # Methods that a chart leaves out, as the paper does.
@@ -58,9 +62,9 @@ def method_figure(study: Study, chart: Chart) -> Figure | None:
 
     def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:
-            draw_curve(axes, curve, chart, group.label, group.colour, group.broken)
+            draw_curve(axes, curve, chart, group.label, group.line)
 
-    title = f"{chart.title}\n{chart.caption(curve for _, curves in panels for _, curve in curves)}{remarks(study, chart)}"
+    title = f"{chart.title}\n{caption(chart, panels)}{remarks(study, chart)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
@@ -92,12 +96,13 @@ def rate_figure(study: Study) -> Figure | None:
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         axes.minorticks_off()
         for group, curve in curves:
-            error = [mean - low for mean, low in zip(curve.mean, curve.low, strict=True)]
-            style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
-            style["linestyle"] = "--" if group.broken else "-"
+            mean = np.array(curve.mean)
+            error = [mean - curve.low, curve.high - mean]
+            style: dict[str, Any] = {"color": group.line.light, "marker": "o", "markersize": 4, "capsize": 3}
+            style["linestyle"] = LINE_STYLES[group.line.style]
             axes.errorbar(curve.x, curve.mean, yerr=error, label=literal(group.label), **style)
 
-    title = "Learning rates\nmean over seeds; bars: ± sample standard deviation"
+    title = "Learning rates\nbars: ± sample standard deviation over seeds; 95 % interval over problems for a single seed"
     return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title)
 
 
@@ -114,19 +119,24 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, f"{group.factor:g}× rate", colours[f"{group.factor:g}"])
 
-    title = f"{chart.title} at different learning rates\n{chart.caption(c for _, curves in panels for _, c in curves)}"
+    title = f"{chart.title} at different learning rates\n{caption(chart, panels)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
-def rate_colours(factors: Sequence[float]) -> dict[str, str]:
-    """A colour per learning rate, from light to dark, the same in every panel."""
+def caption(chart: Chart, panels: Panels) -> str:
+    curves = [pair for _, of_panel in panels for pair in of_panel]
+    return chart.caption((group for group, _ in curves), (curve for _, curve in curves))
+
+
+def rate_colours(factors: Sequence[float]) -> dict[str, Line]:
+    """A shade of one hue per learning rate, from light to dark, the same in every panel."""
     names = list(dict.fromkeys(f"{factor:g}" for factor in sorted(factors)))
-    shades = matplotlib.colormaps["inferno_r"]
-    return {name: to_hex(shades(0.2 + 0.7 * i / max(len(names) - 1, 1))) for i, name in enumerate(names)}
+    shades = matplotlib.colormaps["Blues"]
+    return {name: Line(to_hex(shades(0.58 + 0.42 * i / max(len(names) - 1, 1)))) for i, name in enumerate(names)}
 
 
 def panel_figure(
-    panels: Sequence[tuple[str, Curves]],
+    panels: Panels,
     draw: Callable[[Axes, Curves], None],
     x_title: str,
     y_title: str,
@@ -165,7 +175,7 @@ def panel_figure(
         return figure
 
 
-def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, broken: bool = False) -> None:
+def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, line: Line) -> None:
     """Draw the line and the band of a curve, if it has points."""
     if not curve.x:
         return
@@ -173,9 +183,10 @@ def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, 
     if chart.logarithmic:  # a step without a gradient has norm 0, which a logarithmic axis cannot show
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
     marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.evaluated else {}
-    axes.plot(curve.x, mean, "--" if broken else "-", color=colour, linewidth=1.4, label=literal(label), **marker)
+    style = LINE_STYLES[line.style]
+    axes.plot(curve.x, mean, linestyle=style, color=line.light, linewidth=1.4, label=literal(label), **marker)
     if low != high:
-        axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axes.fill_between(curve.x, low, high, color=line.light, alpha=0.15, linewidth=0)
 
 
 def literal(text: str) -> str:
