@@ -195,6 +195,11 @@ class Chart:
         return not self.over_steps and self.y_factor == 100
 
     @property
+    def unit(self) -> str:
+        """Of y, as its title says."""
+        return self.y_title.partition("(")[2].rstrip(")") or self.y_title
+
+    @property
     def band_of_seeds(self) -> str:
         return "lowest to highest seed" if self.over_steps else "± sample standard deviation over seeds"
 

@@ -14,9 +14,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from firedistill.files import written_at_once
-from firedistill.report.charts import Chart, Curve, charts_of, rate_curve
+from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, charts_of, rate_curve
 from firedistill.report.groups import Group, Study
-from firedistill.report.palette import Line
+from firedistill.report.palette import GROUND, Line
 from firedistill.terminal import shortened
 
 Curves = Sequence[tuple[Group, Curve]]
@@ -167,26 +167,94 @@ def panel_figure(
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title, fontsize=10)
-        # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
-        fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
-        ncols = max(1, min(len(handles), fitting))
-        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(handles) / ncols))
-        figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
+        add_legend(figure, handles)
         return figure
 
 
-def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, line: Line) -> None:
-    """Draw the line and the band of a curve, if it has points."""
+def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, line: Line, theme: str = "light") -> None:
+    """Draw the line and the band of a curve, if it has points; one or two are dots with whiskers."""
     if not curve.x:
         return
     mean, low, high = curve.mean, curve.low, curve.high
     if chart.logarithmic:  # a step without a gradient has norm 0, which a logarithmic axis cannot show
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
-    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.evaluated else {}
-    style = LINE_STYLES[line.style]
-    axes.plot(curve.x, mean, linestyle=style, color=line.light, linewidth=1.4, label=literal(label), **marker)
-    if low != high:
-        axes.fill_between(curve.x, low, high, color=line.light, alpha=0.15, linewidth=0)
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) < 3 or chart.evaluated else {}
+    colour, style = getattr(line, theme), LINE_STYLES[line.style] if len(curve.x) > 2 else ""
+    axes.plot(curve.x, mean, linestyle=style, color=colour, linewidth=1.4, label=literal(label), **marker)
+    if low != high and len(curve.x) < 3:
+        axes.errorbar(curve.x, mean, [np.subtract(mean, low), np.subtract(high, mean)], fmt="none", ecolor=colour, capsize=2)
+    elif low != high:
+        axes.fill_between(curve.x, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+# ---- One picture of a study ----------------------------------------------------------------------------------------------------
+
+PANELS = ["accuracy", "sampled-answers", "gradient-norm", "entropy", "response-length", "generated-tokens"]
+# In place of the last panels if all runs are of one method: losses of different methods cannot be compared.
+PANELS_OF_ONE = [
+    Chart("over-radius", "Tokens over the radius", "share (%)", "chi_active", y_factor=100.0, window=11),
+    Chart("loss", "Loss", "loss", "loss", window=11),
+]
+THEMES = {"light": ("#1b1f24", GROUND[0]), "dark": ("#e7eaee", GROUND[1])}
+
+
+def panels_of(study: Study) -> list[Chart]:
+    """What the picture shows: held-out accuracy, and the dynamics."""
+    charts = {chart.name: chart for chart in CHARTS}
+    of_one = PANELS_OF_ONE if len({group.method for _, group in study.groups}) == 1 else []
+    wanted = [charts[PANELS[0]], *of_one, *(charts[name] for name in PANELS[1:])]
+    return [chart for chart in wanted if any(map(chart.measured, study.runs))][:6] or [charts["gradient-norm"]]
+
+
+def save_picture(study: Study, path: Path, theme: str = "light") -> None:
+    """Draw a study into a file: panels in two rows, or a row for each setting if there are several.
+
+    Raises:
+        ValueError: matplotlib cannot write such a file, or the picture has too many panels.
+    """
+    ink, ground = THEMES[theme]
+    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
+    colours |= {"figure.facecolor": ground, "axes.facecolor": ground, "grid.color": ink}
+    charts = panels_of(study)
+    several = len(study.settings) > 1
+    columns = len(charts) if several else min(3, len(charts))
+    rows = len(study.settings) if several else math.ceil(len(charts) / columns)
+    with matplotlib.rc_context(colours | {"font.size": 9, "svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(max(3.7 * columns, 5), 2.9 * rows + 0.9), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        handles: dict[str, Any] = {}
+        panels = [(setting, chart) for setting in study.settings for chart in charts]
+        curves = []
+        for axes, (setting, chart) in zip(grid, panels, strict=False):
+            title = f"{setting.title}: {chart.title.lower()}" if several else chart.title
+            axes.set_title(literal(title), fontsize=10, loc="left")
+            if chart.logarithmic:
+                axes.set_yscale("log")
+            for group in setting.groups:
+                curves.append(chart.curve(group.runs))
+                draw_curve(axes, curves[-1], chart, group.label, group.line, theme)
+            axes.set_xlabel(chart.x_title)
+            axes.set_ylabel(chart.y_title)
+            axes.grid(alpha=0.15, linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+            drawn, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, drawn, strict=True))
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        bands = list(dict.fromkeys(chart.described(group for _, group in study.groups) for chart in charts if chart.name in PANELS[:2]))
+        thinned = [THINNED] if any(curve.thinned for curve in curves) else []
+        figure.suptitle("\n".join([literal(study.title if several else study.settings[0].title), *bands[:1], *thinned]), fontsize=9)
+        add_legend(figure, handles)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def add_legend(figure: Figure, handles: dict[str, Any]) -> None:
+    """One legend below all panels; the figure grows by its height."""
+    # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
+    fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
+    ncols = max(1, min(len(handles), fitting))
+    figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(handles) / ncols))
+    figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
 
 
 def literal(text: str) -> str:

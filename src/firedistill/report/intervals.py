@@ -32,7 +32,7 @@ def evaluated_intervals(evaluations: Log, key: str) -> tuple[ndarray, ndarray]:
     known, the interval is that of the number of problems with the same error.
     """
     shares = np.where(np.isfinite(evaluations[key]), evaluations[key], np.nan)
-    errors = evaluations[{"accuracy": "stderr", "sampled_accuracy": "sampled_stderr"}.get(key, f"{key}_stderr")]
+    errors = evaluations["sampled_stderr" if key == "sampled_accuracy" else f"{key}_stderr"]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         by_error = shares * (1 - shares) / errors**2
     usable = (errors > 0) & (errors < 1) & (by_error >= 1) & np.isfinite(by_error)

@@ -105,16 +105,16 @@ function painted({ traces }) {
 function layoutOf(plot, width) {
   const font = { family: "system-ui, sans-serif", size: 12, color: css("--soft") };
   const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, exponentformat: "none", automargin: false };
-  const layout = { font, height: width < 500 ? 300 : 330, margin: { l: 58, r: Math.round(Math.min(150, width * 0.29)), t: 28, b: 44 }, showlegend: false, hovermode: "closest", paper_bgcolor: css("--ground"), plot_bgcolor: css("--ground"),
+  const layout = { font, width, height: width < 500 ? 300 : 330, margin: { l: 58, r: Math.round(Math.min(150, width * 0.29)), t: 28, b: 44 }, showlegend: false, hovermode: "closest", paper_bgcolor: css("--ground"), plot_bgcolor: css("--ground"),
     hoverlabel: { bgcolor: css("--ground"), bordercolor: css("--soft"), font: { color: css("--ink") }, align: "left" },
-    xaxis: { ...axis, nticks: Math.max(3, Math.round(width / 120)), ...plot.layout.xaxis }, yaxis: { ...axis, nticks: 6, ...plot.layout.yaxis } };
+    xaxis: { ...axis, nticks: Math.max(4, Math.round(width / 80)), ...plot.layout.xaxis }, yaxis: { ...axis, nticks: 6, ...plot.layout.yaxis } };
   const rows = plot.traces.filter(({ role, marker }) => role === "dot" && marker.symbol === "circle");
   if (!rows.length) return layout;
   // One row for each group, with its name on the left and its accuracy on the right.
   const ticks = rows.map(({ group }) => setting().groups[group].names[width < 500 ? 0 : 1]);
   const most = Math.max(...ticks.flat().map((line) => line.length));
   layout.margin = { ...layout.margin, l: 7 * most + 16, r: 44 };
-  layout.height = rows.length * Math.max(30, ...ticks.map((lines) => 14 * lines.length + 8)) + 60;
+  layout.height = Math.max(110, rows.length * Math.max(30, ...ticks.map((lines) => 14 * lines.length + 8))) + 72;
   Object.assign(layout.yaxis, { tickvals: rows.map(({ y }) => y[0]), ticktext: ticks.map((lines) => lines.join("<br>")), range: [-0.7, rows.length - 0.4], tickfont: { color: css("--ink") } });
   layout.annotations = rows.map(({ x, y }) => ({ text: x[0].toFixed(1), x: 1, xref: "paper", xanchor: "left", xshift: 6, y: y[0], showarrow: false, font: { color: css("--ink") } }));
   return layout;
@@ -138,9 +138,9 @@ function namesOf({ data: traces, layout: { xaxis, yaxis, height, margin } }, nar
 }
 
 async function draw(figure) {
-  figure.stale = false;
   const { plot, box, note } = figure;
   const width = box.clientWidth;
+  Object.assign(figure, { stale: false, width });
   const name = () => (plot.traces.some(({ role }) => role === "line") ? Plotly.relayout(box, { annotations: namesOf(box, width < 500) }) : null);
   note.textContent = plot.notes[view.has("seeds") ? 1 : 0];
   await Plotly.react(box, painted(plot), layoutOf(plot, width), CONFIG);
@@ -149,6 +149,13 @@ async function draw(figure) {
   box.on("plotly_click", ({ points: [{ data: { group } }] }) => toggle(setting().groups[group].label));
   box.on("plotly_relayout", (change) => { if (!change.annotations) name(); });
 }
+
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const figure = figures.find(({ box }) => box === target);
+    if (figure?.width && figure.width !== target.clientWidth) draw(figure);
+  }
+});
 
 function drawAll() {
   for (const figure of figures) {
@@ -187,6 +194,7 @@ function readPoints(figure, event) {
 
 function startFigures() {
   nearby.disconnect();
+  resized.disconnect();
   for (const { box } of figures.splice(0)) Plotly.purge(box);
   for (const section of ["accuracy", "dynamics"]) byId(`${section}-charts`).replaceChildren();
   for (const plot of setting().plots) {
@@ -197,8 +205,11 @@ function startFigures() {
     byId(`${plot.section}-charts`).append(element("figure", {}, element("figcaption", {}, element("h3", {}, plot.title), element("div", { class: "tools" }, ...tools), note), box));
     figures.push(figure);
     nearby.observe(box);
+    resized.observe(box);
   }
-  byId("constant").textContent = setting().constant.length ? `The same in all runs: ${setting().constant.join("; ")}.` : "";
+  const { constant, plots } = setting();
+  const few = plots.some(({ section }) => section === "dynamics") ? "" : "No run has three steps with different values yet. ";
+  byId("constant").textContent = few + (constant.length ? `The same in all runs: ${constant.join("; ")}.` : "");
   document.querySelectorAll(".answer").forEach((answer, i) => { answer.hidden = i !== place(); });
 }
 
@@ -212,8 +223,6 @@ function startCharts() {
   };
   if (byId("setting")) byId("setting").onchange = () => { choose({ setting: byId("setting").value, show: null }); everything(); };
   for (const [id, [name, inverse]] of Object.entries(switches)) byId(id).onchange = () => { choose({ [name]: byId(id).checked !== inverse ? "1" : null }); drawAll(); };
-  let width = window.innerWidth;
-  window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; drawAll(); } });
   window.addEventListener("beforeprint", () => figures.filter(({ stale }) => stale).forEach(draw));
   dark.addEventListener("change", () => { drawChips(); drawAll(); });
   everything();

@@ -14,29 +14,29 @@ GROUND = ("#ffffff", "#14171b")
 # Lines that are not chosen.
 REST = ("#8b8b8b", "#808080")
 HUES = {
-    "supervised": ("#6e4e70", "#c29ec3"),
+    "supervised": ("#009fa9", "#00cbd8"),
     "full_context": ("#0070ad", "#3cadff"),
-    "on_policy_sft": ("#00a46c", "#45cb90"),
-    "veto": ("#004b05", "#aeff9d"),
-    "top_d": ("#202600", "#6d8800"),
-    "tropd": ("#37a347", "#138b30"),
-    "srpo": ("#410053", "#ac4ec7"),
-    "demopsd": ("#a0268e", "#e96fd3"),
-    "scope": ("#457453", "#538262"),
-    "negative_advantage": ("#a80d3c", "#d3415d"),
-    "rlcsd": ("#7c6800", "#bda000"),
-    "sdpg": ("#428692", "#438794"),
-    "routing": ("#00148a", "#efe6ff"),
-    "no_attribution": ("#009bc6", "#5ed1ff"),
-    "no_projection": ("#903420", "#ffd9cf"),
-    "hard_gradient_excision": ("#002a25", "#88cbbf"),
+    "on_policy_sft": ("#563400", "#c07800"),
+    "veto": ("#dc3dda", "#ff6dfa"),
+    "top_d": ("#2f26b6", "#8e6fff"),
+    "tropd": ("#00845d", "#00966a"),
+    "srpo": ("#ff397f", "#ff347e"),
+    "demopsd": ("#657800", "#bee000"),
+    "scope": ("#820026", "#ff1f57"),
+    "negative_advantage": ("#873a00", "#ed8139"),
+    "rlcsd": ("#8c7df8", "#cdc0ff"),
+    "sdpg": ("#422e75", "#9a7ecf"),
+    "routing": ("#004827", "#89f5b3"),
+    "no_attribution": ("#cf7c00", "#ffba74"),
+    "no_projection": ("#cd7150", "#ffa585"),
+    "hard_gradient_excision": ("#800049", "#ffcfe0"),
     "fire": ("#e32e20", "#ff775d"),
 }
 # For methods that are not in the list, and for variants of a method.
 SPARE = [
-    ("#d47900", "#ffa64e"),
-    ("#1e6eff", "#1b6dff"),
-    ("#6e0041", "#ee5ca3"),
+    ("#004950", "#00929e"),
+    ("#a14376", "#f38ec2"),
+    ("#2e61f5", "#e5e2ff"),
 ]
 STYLES = ["solid", "dash", "dot", "dashdot", "longdash"]
 ABLATIONS = ("no_attribution", "no_projection", "hard_gradient_excision")

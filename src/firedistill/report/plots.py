@@ -46,8 +46,7 @@ def plots_of(setting: Setting, charts: Sequence[Chart]) -> tuple[list[dict[str, 
             if len(values) > 1:
                 made.append(lines(setting, chart))
             else:
-                unit = chart.y_title.partition("(")[2].rstrip(")")
-                constant.append(f"{chart.title}: {values.pop():.4g} {unit}".rstrip())
+                constant.append(f"{chart.title}: {values.pop():.4g} ({chart.unit})")
     made.append(learning_rates(setting))
     order = [plot for section in ("accuracy", "dynamics") for plot in made if plot and plot["section"] == section]
     return order, constant

@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pandas as pd
 
+from firedistill.report.charts import CHARTS, Chart, charts_of
 from firedistill.report.groups import (
     DEFAULTS,
     Group,
@@ -186,10 +187,11 @@ def overview(study: Study) -> list[dict[str, str]]:
 
     A row covers the finished runs of its group, or all of them if none is finished; "Went wrong" always covers all.
     """
-    return [overview_row(setting, group) for setting, group in study.groups]
+    measures = [chart for chart in charts_of(study.runs) if chart not in CHARTS and not chart.over_steps]
+    return [overview_row(setting, group, measures) for setting, group in study.groups]
 
 
-def overview_row(setting: Setting, group: Group) -> dict[str, str]:
+def overview_row(setting: Setting, group: Group, measures: Sequence[Chart]) -> dict[str, str]:
     runs = group.finished or group.runs
     norms = np.concatenate([run.metrics.column("grad_norm")[1] for run in runs])
     initial = [100 * run.evaluations["accuracy"][0] for run in runs if len(run.evaluations) and not run.evaluations["step"][0]]
@@ -201,6 +203,10 @@ def overview_row(setting: Setting, group: Group) -> dict[str, str]:
         "Runs finished": f"{len(group.finished)} of {len(group.runs)}",
         "Accuracy at step 0 (%)": spread(initial, ".2f"),
         "Final accuracy (%)": spread(group.finals(), ".2f"),
+        **{
+            f"{chart.title} ({chart.unit})": spread([chart.y_factor * run.final(chart.y) for run in group.finished], ".4g")
+            for chart in measures
+        },
         "Went wrong": ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
         "Gradient norm, median": f"{np.median(norms):.3g}" if len(norms) else "–",
         "Gradient norm, maximum": f"{np.max(norms):.3g}" if len(norms) else "–",

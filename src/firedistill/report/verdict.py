@@ -45,20 +45,20 @@ class Verdict:
         """The first line of a report."""
         if self.best is None or self.final is None:
             return "No run is finished yet, so no method can be called the best."
-        verb = "answers" if len(self.ties) == 1 else "each answer"
-        right = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems right after training"
+        verb = "solves" if len(self.ties) == 1 else "each solve"
+        solved = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems after training"
         if len(self.candidates) == 1:
             gain = f", {signed(self.final.mean - self.first)} points since step 0" if self.first is not None else ""
-            return f"{right}{gain}."
+            return f"{solved}{gain}."
         rivals = f", the most of {len(self.candidates)} {self.kind}"
         level = [difference.label for difference in self.level if difference.label not in self.ties]
-        if level and not self.behind and not self.unknown:
-            return f"{right}{rivals}, but none of the others can be told apart from that."
+        if len(level) > 3 and not self.behind and not self.unknown:
+            return f"{solved}{rivals}, but none of the others can be told apart from that."
         if level:
-            return f"{right}{rivals}; {listed(level)} cannot be told apart from that."
+            return f"{solved}{rivals}; {listed(level)} cannot be told apart from that."
         if self.unknown:
-            return f"{right}{rivals}; whether the difference is more than chance is not known without saved answers."
-        return f"{right}{rivals}; the others are behind by more than chance." if self.behind else f"{right}{rivals}."
+            return f"{solved}{rivals}; whether the difference is more than chance is not known without saved answers."
+        return f"{solved}{rivals}; the others are behind by more than chance." if self.behind else f"{solved}{rivals}."
 
     @property
     def kind(self) -> str:
