@@ -521,7 +521,9 @@ def test_the_page_is_self_contained(hostile, tmp_path):
     assert all(attributes["href"].startswith("#") for tag, attributes in page.elements if "href" in attributes)
     assert "url(" not in text and "@import" not in text and ".innerHTML =" not in page.scripts[2]
     (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    own, library = (base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (page.scripts[2], page.unpacked(0)))
+    own, library = (
+        base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (page.scripts[2], page.unpacked(0))
+    )
     assert f"script-src 'sha256-{own}' 'sha256-{library}';" in policy, "no other script runs"
     assert policy.startswith("default-src 'none';") and "eval" not in policy and "http" not in policy
     assert "showSendToCloud: false" in page.scripts[2], "no button of the library sends a chart anywhere"

@@ -27,7 +27,9 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, notes: list[str] | N
         ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
         OSError: the picture cannot be written.
     """
-    from firedistill.report.figures import save_picture  # matplotlib takes a second to import, which training steps need not wait for
+    from firedistill.report.figures import (
+        save_picture,
+    )  # matplotlib takes a second to import, which training steps need not wait for
 
     study = read_study(runs)
     if notes is not None:

@@ -241,9 +241,13 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
             handles |= dict(zip(labels, drawn, strict=True))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        bands = list(dict.fromkeys(chart.described(group for _, group in study.groups) for chart in charts if chart.name in PANELS[:2]))
+        bands = list(
+            dict.fromkeys(chart.described(group for _, group in study.groups) for chart in charts if chart.name in PANELS[:2])
+        )
         thinned = [THINNED] if any(curve.thinned for curve in curves) else []
-        figure.suptitle("\n".join([literal(study.title if several else study.settings[0].title), *bands[:1], *thinned]), fontsize=9)
+        figure.suptitle(
+            "\n".join([literal(study.title if several else study.settings[0].title), *bands[:1], *thinned]), fontsize=9
+        )
         add_legend(figure, handles)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 

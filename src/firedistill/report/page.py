@@ -55,7 +55,14 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differ
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["signed"] = signed
     events = [
-        {"Setting": s.title, "Algorithm": group.label, "Run": run.name, "Step": str(event.step), "Rule": event.rule, "Details": event.text}
+        {
+            "Setting": s.title,
+            "Algorithm": group.label,
+            "Run": run.name,
+            "Step": str(event.step),
+            "Rule": event.rule,
+            "Details": event.text,
+        }
         for s, group in study.groups
         for run in group.runs
         for event in run.events
@@ -70,7 +77,9 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differ
         verdicts=found,
         overview=without_constants(overview(study)),
         tables=tables,
-        differences=without_constants([{n or "Judgement": c for n, c in zip(HEADER, row(d), strict=True)} for d in differences]),
+        differences=without_constants(
+            [{n or "Judgement": c for n, c in zip(HEADER, row(d), strict=True)} for d in differences]
+        ),
         differing=differing_settings(study),
         events=without_constants(events),
         rules=rules(),

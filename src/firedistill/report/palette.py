@@ -14,29 +14,29 @@ GROUND = ("#ffffff", "#14171b")
 # Lines that are not chosen.
 REST = ("#8b8b8b", "#808080")
 HUES = {
-    "supervised": ("#009fa9", "#00cbd8"),
+    "supervised": ("#00465e", "#2cc4ff"),
     "full_context": ("#0070ad", "#3cadff"),
-    "on_policy_sft": ("#563400", "#c07800"),
-    "veto": ("#dc3dda", "#ff6dfa"),
-    "top_d": ("#2f26b6", "#8e6fff"),
-    "tropd": ("#00845d", "#00966a"),
-    "srpo": ("#ff397f", "#ff347e"),
-    "demopsd": ("#657800", "#bee000"),
-    "scope": ("#820026", "#ff1f57"),
-    "negative_advantage": ("#873a00", "#ed8139"),
-    "rlcsd": ("#8c7df8", "#cdc0ff"),
-    "sdpg": ("#422e75", "#9a7ecf"),
-    "routing": ("#004827", "#89f5b3"),
-    "no_attribution": ("#cf7c00", "#ffba74"),
-    "no_projection": ("#cd7150", "#ffa585"),
-    "hard_gradient_excision": ("#800049", "#ffcfe0"),
+    "on_policy_sft": ("#ff4590", "#ff5796"),
+    "veto": ("#8d117f", "#ffdbf7"),
+    "top_d": ("#98643e", "#e5aa80"),
+    "tropd": ("#009e68", "#00eb9c"),
+    "srpo": ("#0099d3", "#0090c6"),
+    "demopsd": ("#007464", "#01d8bb"),
+    "scope": ("#7b0033", "#ffacbb"),
+    "negative_advantage": ("#760050", "#f800ac"),
+    "rlcsd": ("#759a4d", "#80a658"),
+    "sdpg": ("#766a00", "#fee713"),
+    "routing": ("#c048ba", "#e36adc"),
+    "no_attribution": ("#2f87ff", "#c5d0ff"),
+    "no_projection": ("#006670", "#52c2d1"),
+    "hard_gradient_excision": ("#2320bb", "#8b6aff"),
     "fire": ("#e32e20", "#ff775d"),
 }
 # For methods that are not in the list, and for variants of a method.
 SPARE = [
-    ("#004950", "#00929e"),
-    ("#a14376", "#f38ec2"),
-    ("#2e61f5", "#e5e2ff"),
+    ("#1da628", "#0e9f21"),
+    ("#974141", "#c56966"),
+    ("#672900", "#dc5c00"),
 ]
 STYLES = ["solid", "dash", "dot", "dashdot", "longdash"]
 ABLATIONS = ("no_attribution", "no_projection", "hard_gradient_excision")

@@ -52,7 +52,9 @@ def plots_of(setting: Setting, charts: Sequence[Chart]) -> tuple[list[dict[str, 
     return order, constant
 
 
-def plot(setting: Setting, name: str, title: str, section: str, notes: Sequence[str], x: str, y: str, **of: Any) -> dict[str, Any]:
+def plot(
+    setting: Setting, name: str, title: str, section: str, notes: Sequence[str], x: str, y: str, **of: Any
+) -> dict[str, Any]:
     """A chart.
 
     Args:
@@ -61,7 +63,15 @@ def plot(setting: Setting, name: str, title: str, section: str, notes: Sequence[
     """
     layout = {axis: {"title": {"text": text}} | of.get(axis, {}) for axis, text in (("xaxis", x), ("yaxis", y))}
     heading = literal(f"{title} · {setting.title}")
-    return {"name": name, "title": title, "heading": heading, "section": section, "notes": notes, "layout": layout, "traces": of["traces"]}
+    return {
+        "name": name,
+        "title": title,
+        "heading": heading,
+        "section": section,
+        "notes": notes,
+        "layout": layout,
+        "traces": of["traces"],
+    }
 
 
 # ---- Curves --------------------------------------------------------------------------------------------------------------------
@@ -150,7 +160,9 @@ def learning_rates(setting: Setting) -> dict[str, Any] | None:
     for number, group in enumerate(setting.groups):
         sweep = setting.sweep(group)
         if group.factor == 1 and len(sweep) >= FEWEST_POINTS and (curve := rate_curve(sweep)).x:
-            traces += curve_traces(number, group.title + group.suffix, curve, "<br>learning rate %{x:.3~g}<br>accuracy (%) %{y:.4~g}")
+            traces += curve_traces(
+                number, group.title + group.suffix, curve, "<br>learning rate %{x:.3~g}<br>accuracy (%) %{y:.4~g}"
+            )
             ticks |= set(curve.x)
     if not traces:
         return None
@@ -202,4 +214,9 @@ def dot(number: int, found: Estimate, y: float, label: str, symbol: str) -> dict
 def small(role: str, number: int, values: Sequence[float], y: float, label: str) -> dict[str, Any]:
     marker = {"symbol": "line-ns", "size": 12} if role == "before" else {"symbol": "circle-open", "size": 5}
     place = {"mode": "markers", "x": list(values), "y": [y] * len(values), "marker": marker}
-    return {"role": role, "group": number, "meta": literal(label), "hovertemplate": "%{meta}: %{x:.1f} %<extra></extra>"} | place
+    return {
+        "role": role,
+        "group": number,
+        "meta": literal(label),
+        "hovertemplate": "%{meta}: %{x:.1f} %<extra></extra>",
+    } | place

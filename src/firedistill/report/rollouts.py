@@ -83,7 +83,9 @@ def sources_of(run: Run) -> list[tuple[str, Path, list[int]]]:
     packs = [(first, last, folder / name) for kind, first, last, name in files if kind == "step"]
     if packs:
         low, high = packs[0][0], min(max(last for _, last, _ in packs), max(run.step, packs[0][0]))
-        wanted = sorted({int(step) for step in np.linspace(low, high, MOST_STEPS)}, key=lambda step: (step != high, step != low, step))
+        wanted = sorted(
+            {int(step) for step in np.linspace(low, high, MOST_STEPS)}, key=lambda step: (step != high, step != low, step)
+        )
         for step in wanted:
             sources += [("training", path, [step]) for first, last, path in packs if first <= step <= last][:1]
     return sources

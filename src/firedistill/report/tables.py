@@ -249,13 +249,16 @@ def differing_settings(study: Study) -> list[tuple[str, bool, list[tuple[str, st
     found = []
     several = len(study.settings) > 1
     of_group = {
-        f"{setting.title}: {group.label}" if several else group.label: DEFAULTS | group.runs[0].config for setting, group in study.groups
+        f"{setting.title}: {group.label}" if several else group.label: DEFAULTS | group.runs[0].config
+        for setting, group in study.groups
     }
     for name in dict.fromkeys(name for config in of_group.values() for name in config):
         if name not in ("model", "task", "method", "seed", "output_dir"):
             values = partition(of_group, lambda label: shown(of_group[label].get(name)))  # noqa: B023
             if len(values) > 1:
-                found.append((shown(name), makes_a_difference(name), [(value, ", ".join(labels)) for value, labels in values.items()]))
+                found.append(
+                    (shown(name), makes_a_difference(name), [(value, ", ".join(labels)) for value, labels in values.items()])
+                )
     return sorted(found, key=lambda setting: not setting[1])
 
 
