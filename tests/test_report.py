@@ -11,8 +11,6 @@ import math
 import os
 import random
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import numpy as np
@@ -41,8 +39,8 @@ from firedistill.report.groups import makes_a_difference, read_study
 from firedistill.report.intervals import wilson
 from firedistill.report.log import EVALUATIONS, METRICS, Log
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.plots import MOST_POINTS
 from firedistill.report.paired import bootstrap_intervals, paired_differences
+from firedistill.report.plots import MOST_POINTS
 from firedistill.report.read import at_the_same_time, read_run
 from firedistill.report.tables import (
     accuracy_tables,

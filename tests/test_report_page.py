@@ -14,22 +14,22 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_report import HOSTILE, Page, attribution, page_of, write_answers, write_run
 
 from firedistill.cli import main as cli
+from firedistill.report.charts import CHARTS, charts_of, running_interval
 from firedistill.report.groups import read_study
 from firedistill.report.intervals import estimate, evaluated_intervals, wilson
 from firedistill.report.log import EVALUATIONS, Log
 from firedistill.report.page import write_page
 from firedistill.report.plots import MOST_POINTS, literal, names, plots_of
-from firedistill.report.charts import CHARTS, charts_of, running_interval
 from firedistill.report.rollouts import questions, rollouts_of
 from firedistill.report.tables import accuracy_tables, differing_settings, overview, without_constants
 from firedistill.report.verdict import listed, signed, verdicts
+from test_report import HOSTILE, Page, attribution, page_of, write_answers, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-# ---- The answer --------------------------------------------------------------------------------------------------------------------
+# ---- The answer -------------------------------------------------------------------------------------------------------------
 
 
 def answered(folder, right, **settings):
@@ -113,7 +113,7 @@ def test_lists_and_signs():
     assert (signed(1.25), signed(-0.5)) == ("+1.2", "−0.5")
 
 
-# ---- Intervals ---------------------------------------------------------------------------------------------------------------------
+# ---- Intervals --------------------------------------------------------------------------------------------------------------
 
 
 def test_wilsons_interval_solves_its_equation():
@@ -153,7 +153,7 @@ def test_the_band_of_a_running_mean_by_hand():
     assert running_interval(np.array([2.0] * 9), 3)[0].tolist() == [2.0] * 9
 
 
-# ---- Charts ------------------------------------------------------------------------------------------------------------------------
+# ---- Charts -----------------------------------------------------------------------------------------------------------------
 
 
 def plots(*folders):
@@ -223,7 +223,7 @@ def test_three_learning_rates_are_a_chart_and_two_are_a_table(tmp_path):
     assert "learning-rates" not in plots(*runs[:2])[0]
 
 
-# ---- Tables ------------------------------------------------------------------------------------------------------------------------
+# ---- Tables -----------------------------------------------------------------------------------------------------------------
 
 
 def test_columns_that_say_the_same_in_every_row_become_a_line(tmp_path):
@@ -251,7 +251,7 @@ def test_final_values_of_all_measures_are_in_a_table(tmp_path):
     assert row["Held-out accuracy, sampled (%)"] == "40" and row["Held-out accuracy on asdiv (%)"] == "30"
 
 
-# ---- Rollouts ----------------------------------------------------------------------------------------------------------------------
+# ---- Rollouts ---------------------------------------------------------------------------------------------------------------
 
 
 def write_rollouts(folder, name, steps, count=4, question="How many?", **columns):
@@ -332,7 +332,7 @@ def test_the_question_is_what_prompts_do_not_share():
     assert set(questions(["same\n", "same\nx"]).values()) == {"same\n", "x"}
 
 
-# ---- Size --------------------------------------------------------------------------------------------------------------------------
+# ---- Size -------------------------------------------------------------------------------------------------------------------
 
 
 def test_the_page_of_sixty_long_runs_is_small(tmp_path):
@@ -380,7 +380,7 @@ def test_the_page_of_sixty_long_runs_is_small(tmp_path):
     assert {row[0] for row in page.data["rollouts"]["rows"]} == set(range(60)), "every run has some rollouts"
 
 
-# ---- Hostile text, and a browser ------------------------------------------------------------------------------------------------------
+# ---- Hostile text, and a browser --------------------------------------------------------------------------------------------
 
 LABEL = '<b>x</b> <a href="https://x.y">z</a> &lt;i&gt; %{y} <img src=x onerror=alert(1)>'
 
@@ -442,7 +442,7 @@ def test_a_browser_draws_the_page_and_complains_of_nothing(tmp_path):
     assert "<img" not in drawn and not re.search(r'<a [^>]*href="https', drawn) and "onerror=alert" in html.unescape(drawn)
 
 
-# ---- The picture --------------------------------------------------------------------------------------------------------------------
+# ---- The picture ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_picture_of_a_suite_and_of_several_tasks(tmp_path, capsys):

@@ -61,8 +61,8 @@ class Curve:
 
     def thinner(self, most: int) -> Curve:
         """The curve, thinned out to at most `most` points."""
-        sides = (np.array(side) for side in (self.x, self.mean, self.low, self.high))
-        return replace(Curve.of_arrays(*sides, most=most), of=self.of)
+        x, mean, low, high = (np.array(side) for side in (self.x, self.mean, self.low, self.high))
+        return replace(Curve.of_arrays(x, mean, low, high, most), of=self.of)
 
 
 def drawn(low: ndarray, high: ndarray, most: int = MOST_POINTS) -> ndarray:
@@ -147,14 +147,15 @@ def series(x: ndarray, y: ndarray) -> pd.Series:
 
 
 def rate_curve(groups: Iterable[Group]) -> Curve:
-    """Final accuracy in percent against the learning rate: mean and sample standard deviation, for one run the evaluation's interval."""
+    """Final accuracy in percent against the learning rate: mean and sample standard deviation; of one run its interval."""
     points = []
     for group in groups:
         if found := estimate(group):
             error = stdev(found.values) if len(found.values) > 1 else None
             ends = (found.low, found.high) if error is None else (found.mean - error, found.mean + error)
             points.append((group.learning_rate, found.mean, *ends))
-    return Curve(*map(list, zip(*points, strict=True))) if points else Curve([], [], [], [])
+    x, mean, low, high = ([point[side] for point in points] for side in range(4))
+    return Curve(x, mean, low, high)
 
 
 @dataclass(frozen=True)

@@ -213,7 +213,9 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
         ValueError: matplotlib cannot write such a file, or the picture has too many panels.
     """
     ink, ground = THEMES[theme]
-    colours = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink)
+    colours: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
+    )
     colours |= {"figure.facecolor": ground, "axes.facecolor": ground, "grid.color": ink}
     charts = panels_of(study)
     several = len(study.settings) > 1

@@ -110,8 +110,8 @@ def group_traces(number: int, group: Group, chart: Chart, curve: Curve) -> list[
     marks = [mark for run in group.runs for mark in marks_of(run, group, chart, curve)]
     if marks:
         x, y, text = map(list, zip(*marks, strict=True))
-        hover = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
-        line.append({"role": "mark", "group": number, "mode": "markers", "x": x, "y": y} | hover)
+        shown = {"text": text, "hovertemplate": "%{text}<extra></extra>"}
+        line.append({"role": "mark", "group": number, "mode": "markers", "x": x, "y": y} | shown)
     return line
 
 
@@ -192,10 +192,10 @@ def dots(setting: Setting) -> dict[str, Any] | None:
     if not traces:
         return None
     roles = {trace["role"] for trace in traces}
-    sampled = any(trace.get("marker", {}).get("symbol") == "diamond-open" for trace in traces)
+    with_samples = any(trace.get("marker", {}).get("symbol") == "diamond-open" for trace in traces)
     symbols = [
         "● greedy answers",
-        "◇ sampled answers" if sampled else "",
+        "◇ sampled answers" if with_samples else "",
         "○ single seeds" if "small" in roles else "",
         "❘ before training" if "before" in roles else "",
     ]

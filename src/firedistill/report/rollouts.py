@@ -43,7 +43,7 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
     Files that cannot be read are noted.
 
     Returns:
-        `texts`; `rows`, lists of the run's and the texts' numbers, in the order of `columns`; and `total`, the rows before the selection.
+        `texts`; `rows`, lists of the run's and the texts' numbers, in the order of `columns`; and `total`, the rows of the files.
     """
     texts, rows, total = Texts(), [], 0
     for position, run in enumerate(runs):
