@@ -161,7 +161,8 @@ def read_study(paths: Sequence[str | Path]) -> Study:
     runs, titles, notes = read_runs(paths)
     by_setting = partition(runs, lambda run: (run.model, run.task))
     settings = [Setting(model, task, grouped(members, notes)) for (model, task), members in by_setting.items()]
-    return Study("; ".join(dict.fromkeys(titles)) or "Runs", settings, notes)
+    title = settings[0].title if len(settings) == 1 else "Runs"
+    return Study("; ".join(dict.fromkeys(titles)) or title, settings, notes)
 
 
 def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:

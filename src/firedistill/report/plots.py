@@ -23,6 +23,8 @@ MOST_POINTS, FEWEST_POINTS, MARKED = 600, 3, 30
 # Characters in a line of a name, on narrow and on wide screens.
 NAME_WIDTHS = (13, 21)
 LEARNING_RATES = "learning-rates"
+# The charts with which their sections begin.
+FIRST = ["final-accuracy", "accuracy", "sampled-accuracy", "sampled-answers", "gradient-norm", "entropy", "response-length"]
 
 
 def literal(text: str) -> str:
@@ -48,8 +50,9 @@ def plots_of(setting: Setting, charts: Sequence[Chart]) -> tuple[list[dict[str, 
             else:
                 constant.append(f"{chart.title}: {values.pop():.4g} ({chart.unit})")
     made.append(learning_rates(setting))
-    order = [plot for section in ("accuracy", "dynamics") for plot in made if plot and plot["section"] == section]
-    return order, constant
+    found = [plot["name"] for plot in made if plot]
+    rank = dict(zip(found, range(len(found)), strict=True)) | {name: place - len(FIRST) for place, name in enumerate(FIRST)}
+    return sorted((plot for plot in made if plot), key=lambda plot: (plot["section"], rank[plot["name"]])), constant
 
 
 def plot(
