@@ -125,7 +125,9 @@ function namesOf({ data: traces, layout: { xaxis, yaxis, height, margin } }, nar
   const inside = height - margin.t - margin.b;
   const end = xaxis.type === "log" ? 10 ** xaxis.range[1] : xaxis.range[1];
   const names = traces.filter(({ role, on }) => role === "line" && on).map(({ group, x, y, line }) => {
-    const last = y.findLast((value, i) => value !== null && x[i] <= end);
+    const i = y.findLastIndex((value, place) => value !== null && x[place] <= end);
+    const beyond = x[i + 1] > end && y[i + 1] !== null ? (end - x[i]) / (x[i + 1] - x[i]) : 0;
+    const last = beyond ? y[i] + beyond * (y[i + 1] - y[i]) : y[i];
     const share = ((yaxis.type === "log" ? Math.log10(last) : last) - yaxis.range[0]) / (yaxis.range[1] - yaxis.range[0]);
     const lines = setting().groups[group].names[narrow ? 0 : 1];
     return { y: Math.min(inside, Math.max(0, (1 - share) * inside)), size: 14 * lines.length, text: lines.join("<br>"), color: line.color };
@@ -142,7 +144,7 @@ async function draw(figure) {
   const width = box.clientWidth;
   Object.assign(figure, { stale: false, width });
   const name = () => (plot.traces.some(({ role }) => role === "line") ? Plotly.relayout(box, { annotations: namesOf(box, width < 500) }) : null);
-  note.textContent = plot.notes[view.has("seeds") ? 1 : 0];
+  note.textContent = plot.notes[view.has("seeds") ? 1 : 0].replaceAll(" %", "\u00a0%");
   await Plotly.react(box, painted(plot), layoutOf(plot, width), CONFIG);
   await name();
   for (const event of ["plotly_click", "plotly_relayout"]) box.removeAllListeners(event);

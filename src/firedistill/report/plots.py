@@ -161,8 +161,8 @@ def learning_rates(setting: Setting) -> dict[str, Any] | None:
     """Final accuracy against the learning rate, for methods that ran at several."""
     traces, ticks = [], set()
     for number, group in enumerate(setting.groups):
-        sweep = setting.sweep(group)
-        if group.factor == 1 and len(sweep) >= FEWEST_POINTS and (curve := rate_curve(sweep)).x:
+        curve = rate_curve(setting.sweep(group))
+        if group.factor == 1 and len(curve.x) >= FEWEST_POINTS:
             traces += curve_traces(
                 number, group.title + group.suffix, curve, "<br>learning rate %{x:.3~g}<br>accuracy (%) %{y:.4~g}"
             )
