@@ -1,8 +1,8 @@
 """The pictures of the documentation, from runs; each in a light and a dark version, in full colour, to docs/images/.
 
-    python docs/figures.py [RUN]              those of docs/concepts.md; without a run it trains the lab model for two steps
-    python docs/figures.py curves NAME RUNS   the curves of runs and suites: NAME-light.svg, NAME-dark.svg
-    python docs/figures.py page RUNS          the report's first screen and its attribution view; needs chromium
+python docs/figures.py [RUN]              those of docs/concepts.md; without a run it trains the lab model for two steps
+python docs/figures.py curves NAME RUNS   the curves of runs and suites: NAME-light.svg, NAME-dark.svg
+python docs/figures.py page RUNS          the report's first screen and its attribution view; needs chromium
 """
 
 from __future__ import annotations
@@ -121,7 +121,13 @@ def page(runs: list[str]) -> None:
             report.write_text(whole.replace("</head>", hidden, 1), encoding="utf-8")
             for number, theme in enumerate(("dark", "light")):
                 path = IMAGES / f"{name}-{theme}.png"
-                options = ["--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}", f"--screenshot={path}"]
+                options = [
+                    "--headless=new",
+                    "--no-sandbox",
+                    "--hide-scrollbars",
+                    f"--window-size={size}",
+                    f"--screenshot={path}",
+                ]
                 options += [f"--blink-settings=preferredColorScheme={number}", f"--user-data-dir={folder}/profile"]
                 command = ["chromium", *options, "--virtual-time-budget=30000", f"{report.as_uri()}#{address}"]
                 subprocess.run(command, check=True, stderr=subprocess.DEVNULL)

@@ -63,7 +63,7 @@ def test_equal_methods_are_named_together_and_none_is_put_first_by_chance(tmp_pa
         *(answered(tmp_path / method, right, method=method) for method, right in [("veto", 80), ("fire", 80), ("srpo", 60)])
     )
     assert found.sentence.startswith("Veto and FIRE each solve 80.0 %") and found.best.label == "FIRE"
-    assert found.sentence.endswith("the most of 3 methods; the others are behind by more than chance.")
+    assert found.sentence.endswith("the most of 3 methods; SRPO is behind by more than chance.")
 
 
 def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
@@ -248,7 +248,7 @@ def test_the_settings_that_differ_with_the_runs_that_have_them(tmp_path):
 def test_final_values_of_all_measures_are_in_a_table(tmp_path):
     evaluation = {"accuracy": 0.5, "sampled_accuracy": 0.4, "pass_at_4": 0.8, "also_asdiv": 0.3}
     (row,) = overview(read_study([write_run(tmp_path / "a", (evaluation, evaluation))]))
-    assert row["Held-out accuracy, sampled (%)"] == "40" and row["Held-out accuracy on asdiv (%)"] == "30"
+    assert row["Held-out accuracy, sampled (%)"] == "40.00" and row["Held-out accuracy on asdiv (%)"] == "30.00"
 
 
 # ---- Rollouts ---------------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ function painted({ traces }) {
     const group = setting().groups[trace.group];
     const on = labels.has(group.label);
     const color = trace.role === "before" ? css("--ink") : colourOf(group, on);
-    const shown = { line: on || !alone, seed: on && seeds, low: on && !seeds, high: on && !seeds, mark: on && !unmarked }[trace.role] ?? true;
+    const shown = { line: on || !alone, seed: on && seeds, low: on && !(seeds && group.several), high: on && !(seeds && group.several), mark: on && !unmarked }[trace.role] ?? true;
     const width = { line: on ? 2 : 1, seed: 1 }[trace.role] ?? 0;
     const marker = trace.role === "mark" ? { symbol: "triangle-down", size: 11, color, line: { width: 1, color: css("--ground") } } : { size: on ? 6 : 4, ...trace.marker, color, line: { color, width: 1.2 } };
     return { ...trace, type: "scatter", on, visible: shown, line: { color, width, dash: on ? group.line.style : "solid" }, marker, fillcolor: `${color}20`, error_x: trace.error_x && { ...trace.error_x, type: "data", color, thickness: 1.6, width: 4 } };

@@ -158,7 +158,8 @@ def setting_data(verdict: Verdict, drawn: Sequence[Chart]) -> dict[str, Any]:
     plots, constant = plots_of(verdict.setting, drawn)
     chosen = {id(group) for group in chosen_groups(verdict)}
     groups = [
-        {"label": group.label, "names": names(group.label), "line": vars(group.line), "chosen": id(group) in chosen}
+        {"label": group.label, "names": names(group.label), "line": vars(group.line)}
+        | {"chosen": id(group) in chosen, "several": len(group.runs) > 1}
         for group in verdict.setting.groups
     ]
     return {"title": verdict.setting.title, "groups": groups, "plots": plots, "constant": constant}

@@ -91,7 +91,9 @@ def lines(setting: Setting, chart: Chart) -> dict[str, Any]:
     ]
     thinned = f"; {THINNED}" if any(curve.of > MOST_POINTS for curve in curves) else ""
     smoothing = f"; running means of {chart.window} steps" if chart.window > 1 else ""
-    notes = [chart.described(setting.groups) + thinned, f"mean over seeds, and single seeds{smoothing}{thinned}"]
+    note = chart.described(setting.groups) + thinned
+    several = any(len(group.runs) > 1 for group in setting.groups)
+    notes = [note, f"mean over seeds, and single seeds{smoothing}{thinned}" if several else note]
     section = "accuracy" if chart.held_out else "dynamics"
     axes = {"yaxis": {"type": "log", "tickformat": "~g"} if chart.logarithmic else {"type": "linear"}}
     return plot(setting, chart.name, chart.title + shared, section, notes, chart.x_title, chart.y_title, traces=traces, **axes)

@@ -204,7 +204,9 @@ def overview_row(setting: Setting, group: Group, measures: Sequence[Chart]) -> d
         "Accuracy at step 0 (%)": spread(initial, ".2f"),
         "Final accuracy (%)": spread(group.finals(), ".2f"),
         **{
-            f"{chart.title} ({chart.unit})": spread([chart.y_factor * run.final(chart.y) for run in group.finished], ".4g")
+            f"{chart.title} ({chart.unit})": spread(
+                [chart.y_factor * run.final(chart.y) for run in group.finished], ".2f" if chart.held_out else ".3g"
+            )
             for chart in measures
         },
         "Went wrong": ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",

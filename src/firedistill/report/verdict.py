@@ -58,6 +58,8 @@ class Verdict:
             return f"{solved}{rivals}; {listed(level)} cannot be told apart from that."
         if self.unknown:
             return f"{solved}{rivals}; whether the difference is more than chance is not known without saved answers."
+        if len(self.behind) == 1:
+            return f"{solved}{rivals}; {self.behind[0].label} is behind by more than chance."
         return f"{solved}{rivals}; the others are behind by more than chance." if self.behind else f"{solved}{rivals}."
 
     @property
