@@ -1,6 +1,8 @@
-"""The pictures of docs/concepts.md, from a run: python docs/figures.py [RUN]. Without a run it trains the lab model for two steps.
+"""The pictures of the documentation, from runs; each in a light and a dark version, in full colour, to docs/images/.
 
-Each picture is written in a light and a dark version to docs/images/.
+python docs/figures.py [RUN]              those of docs/concepts.md; without a run it trains the lab model for two steps
+python docs/figures.py curves NAME RUNS   the curves of runs and suites: NAME-light.svg, NAME-dark.svg
+python docs/figures.py page RUNS          the report's first screen and its attribution view; needs chromium
 """
 
 from __future__ import annotations
@@ -16,6 +18,12 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt  # noqa: E402
+
+from firedistill.report.curves import plot_runs  # noqa: E402
+from firedistill.report.groups import read_study  # noqa: E402
+from firedistill.report.page import write_page  # noqa: E402
+from firedistill.report.paired import paired_differences  # noqa: E402
+from firedistill.report.tables import accuracy_tables  # noqa: E402
 
 IMAGES = Path(__file__).parent / "images"
 # Okabe and Ito's colours, which colour-blind readers tell apart, and a grey for what is not at issue.
@@ -89,7 +97,48 @@ def contraction(example: dict[str, Any], colour: str, background: str) -> Any:
     return figure
 
 
+def curves(name: str, runs: list[str]) -> None:
+    for theme in THEMES:
+        print(plot_runs(runs, IMAGES / f"{name}-{theme}.svg", theme=theme))
+
+
+# Pictures of the report's page: what the page shows, its address, and the size of the window.
+SCREENS = {
+    "report-answer": ("#answer, #accuracy", "", "1240,1375"),
+    "report-dynamics": ("#dynamics", "", "1240,880"),
+    "report-attribution": ("#attribution", "uid=arithmetic/eval/0-5", "1240,1000"),
+}
+
+
+def page(runs: list[str]) -> None:
+    """Pictures of parts of the report's page."""
+    with tempfile.TemporaryDirectory() as folder:
+        study = read_study(runs)
+        report = write_page(study, accuracy_tables(study), Path(folder) / "index.html", paired_differences(study))
+        whole = report.read_text(encoding="utf-8")
+        for name, (shown, address, size) in SCREENS.items():
+            hidden = f"<style>header, section:not({shown}) {{ display: none }}</style></head>"
+            report.write_text(whole.replace("</head>", hidden, 1), encoding="utf-8")
+            for number, theme in enumerate(("dark", "light")):
+                path = IMAGES / f"{name}-{theme}.png"
+                options = [
+                    "--headless=new",
+                    "--no-sandbox",
+                    "--hide-scrollbars",
+                    f"--window-size={size}",
+                    f"--screenshot={path}",
+                ]
+                options += [f"--blink-settings=preferredColorScheme={number}", f"--user-data-dir={folder}/profile"]
+                command = ["chromium", *options, "--virtual-time-budget=30000", f"{report.as_uri()}#{address}"]
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+                print(path)
+
+
 def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["curves"]:
+        return curves(arguments[1], arguments[2:])
+    if arguments[:1] == ["page"]:
+        return page(arguments[1:])
     plt.rcParams["svg.hashsalt"] = "firedistill"
     with tempfile.TemporaryDirectory() as folder:
         run = Path(arguments[0] if arguments else folder)

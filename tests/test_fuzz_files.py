@@ -135,7 +135,7 @@ def test_a_report_on_nonsense_covers_the_run_beside_it(config, metrics, evaluati
                 curve = chart.curve(group.runs)
                 assert np.isfinite([*curve.x, *curve.mean, *curve.low, *curve.high]).all()
         page = write_page(study, tables, Path(folder) / "index.html").read_text(encoding="utf-8")
-        assert page.count("</script") == 2
+        assert page.count("</script") == 3
 
 
 # ---- YAML, recipes, suites -----------------------------------------------------------------------------------------------------

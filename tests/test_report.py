@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import gzip
 import hashlib
 import json
 import math
@@ -33,11 +34,13 @@ from firedistill.report.collapse import (
     runaway_length,
     sampling_drop,
 )
-from firedistill.report.curves import PANELS, plot_runs
+from firedistill.report.curves import plot_runs
 from firedistill.report.groups import makes_a_difference, read_study
+from firedistill.report.intervals import wilson
 from firedistill.report.log import EVALUATIONS, METRICS, Log
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.paired import bootstrap_interval, paired_differences
+from firedistill.report.paired import bootstrap_intervals, paired_differences
+from firedistill.report.plots import MOST_POINTS
 from firedistill.report.read import at_the_same_time, read_run
 from firedistill.report.tables import (
     accuracy_tables,
@@ -192,8 +195,7 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_averaged(tmp_path):
     groups = {group.label: [run.name for run in group.runs] for group in study.settings[0].groups}
     assert groups == {"FIRE (temperature 0.8)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
     assert study.notes == ["d is excluded: b has the same settings and the same seed."]
-    colours = {group.colour for group in study.settings[0].groups}
-    assert len(colours) == 2
+    assert len({group.line for group in study.settings[0].groups}) == 2
 
 
 def test_settings_that_make_no_difference():
@@ -296,7 +298,9 @@ def test_runs_without_a_trajectory_or_a_shared_range(tmp_path):
     assert interpolated_curve([complete, later], "cumulative_generated_tokens").x == []
     assert interpolated_curve([started], "cumulative_generated_tokens").x == []
     curve = interpolated_curve([complete], "cumulative_train_seconds")
-    assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 60.0, 100) and curve.low == curve.mean
+    assert (curve.x[0], curve.x[-1], len(curve.x)) == (0.0, 60.0, 100)
+    low, high = wilson(np.array([0.2, 0.6]), np.array([100, 100]))
+    assert [curve.low[0], curve.low[-1]] == pytest.approx(low) and [curve.high[0], curve.high[-1]] == pytest.approx(high)
 
 
 def test_curves_over_steps_end_where_the_first_run_ends(tmp_path):
@@ -439,12 +443,16 @@ def page_of(paths, folder):
 
 
 class Page(HTMLParser):
-    """Elements of the page, and the text of its scripts."""
+    """Elements of the page, the text of its scripts, and the data that the last one of them reads."""
 
     def __init__(self, text):
         super().__init__()
         self.elements, self.scripts, self.within, self.text = [], [], None, ""
         self.feed(text)
+        self.data = json.loads(self.unpacked(1), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+    def unpacked(self, script):
+        return gzip.decompress(base64.b64decode(self.scripts[script])).decode()
 
     def handle_starttag(self, tag, attrs):
         self.elements.append((tag, dict(attrs)))
@@ -493,12 +501,11 @@ def test_no_text_can_break_out_of_the_page(hostile, tmp_path):
     write_report([hostile], tmp_path / "out")
     text = (tmp_path / "out" / "index.html").read_text()
     page = Page(text)
-    assert [tag for tag, _ in page.elements].count("script") == 2 and "img" not in dict(page.elements)
-    assert text.count("</script") == 2 and "<!--" not in text.partition("<body>")[2]
+    assert [tag for tag, _ in page.elements].count("script") == 3 and "img" not in dict(page.elements)
+    assert text.count("</script") == 3 and "<!--" not in text.partition("<body>")[2]
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
     assert visible(HOSTILE) in page.text, "shown literally, the braces of the template too"
-    data = json.loads(page.scripts[0], parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-    example = data["attributions"][0]["examples"][0]
+    example = page.data["attributions"][0]["examples"][0]
     assert example["prompt"] == example["tokens"][0] == example["fields"][0]["name"] == HOSTILE
     assert example["energy"] == [[0.123457, 0.0]]
     for name in (path.name for path in (tmp_path / "out" / "tables").iterdir()):
@@ -510,10 +517,14 @@ def test_the_page_is_self_contained(hostile, tmp_path):
     page = Page(text)
     assert not any({"src", "srcset"} & set(attributes) for _, attributes in page.elements)
     assert all(attributes["href"].startswith("#") for tag, attributes in page.elements if "href" in attributes)
-    assert "url(" not in text and "@import" not in text and "innerHTML" not in page.scripts[1]
+    assert "url(" not in text and "@import" not in text and ".innerHTML =" not in page.scripts[2]
     (policy,) = [a["content"] for tag, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
-    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
-    assert "default-src 'none'" in policy and f"script-src 'sha256-{digest}'" in policy, "no other script runs"
+    own, library = (
+        base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() for code in (page.scripts[2], page.unpacked(0))
+    )
+    assert f"script-src 'sha256-{own}' 'sha256-{library}';" in policy, "no other script runs"
+    assert policy.startswith("default-src 'none';") and "eval" not in policy and "http" not in policy
+    assert "showSendToCloud: false" in page.scripts[2], "no button of the library sends a chart anywhere"
 
 
 def test_the_page_can_be_used_by_keyboard_and_screen_reader(runs, tmp_path):
@@ -522,8 +533,9 @@ def test_the_page_can_be_used_by_keyboard_and_screen_reader(runs, tmp_path):
     assert regions and all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in regions)
     ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     assert {a["href"][1:] for tag, a in page.elements if tag == "a"} <= ids
-    wanted = set(re.findall(r'byId\("([a-z-]+)"\)', page.scripts[1])) - {
-        "source", "example", "mode", "mode-text", "verdict", "prompt", "fields", "response", "numbers",
+    wanted = set(re.findall(r'byId\("([a-z-]+)"\)', page.scripts[2])) - {
+        "source", "example", "mode", "mode-text", "judged", "question", "prompt", "fields", "response", "numbers",
+        "rollout-run", "rollout-step", "rollout-right", "rollout-field", "rollout-count", "rollout-list", "rollout-more",
     }  # fmt: skip
     assert wanted <= ids
     assert next(attributes for tag, attributes in page.elements if tag == "html")["lang"] == "en"
@@ -598,7 +610,7 @@ def test_lines_that_are_no_rows_are_left_out_and_named(lines, tmp_path):
     study, notes = read_study([run]), []
     assert study.notes == ([f"run, metrics.jsonl: {NO_ROWS[lines]}."] if NO_ROWS[lines] else []) and overview(study)
     assert plot_runs([run], tmp_path / "curves.png", notes=notes).is_file()
-    assert notes == [f"{run}, metrics.jsonl: {NO_ROWS[lines]}."] * bool(NO_ROWS[lines])
+    assert notes == study.notes
 
 
 def test_the_report_names_what_it_leaves_out_and_draws_the_rest(tmp_path, capsys, recwarn):
@@ -744,11 +756,10 @@ def test_long_curves_are_thinned_out_and_say_so(tmp_path):
     assert (curve.x[0], curve.x[-1]) == (1, count) and curve.x == sorted(set(curve.x))
     assert curve.high[curve.x.index(12_346)] == 50.0 and curve.low[curve.x.index(778)] == 0.001, "extremes stay"
     assert all(mean == norms[int(x) - 1] for x, mean in zip(curve.x, curve.mean, strict=True))
-    page = (tmp_path / "out" / "index.html").read_text()
-    data = json.loads(Page(page).scripts[0])
-    points = data["settings"][0]["groups"][0]["runs"][0]["points"]["gradient-norm"]
-    assert points["of"] == count and len(points["x"]) == len(points["mean"]) <= 1002 and len(page) < 400_000
-    assert data["thinned"] == THINNED and THINNED in (tmp_path / "out" / "figures" / "gradient-norm.svg").read_text()
+    plots = {plot["name"]: plot for plot in Page((tmp_path / "out" / "index.html").read_text()).data["settings"][0]["plots"]}
+    (line,) = (trace for trace in plots["gradient-norm"]["traces"] if trace["role"] == "line")
+    assert len(line["x"]) == len(line["y"]) <= MOST_POINTS and THINNED in plots["gradient-norm"]["notes"][0]
+    assert THINNED in (tmp_path / "out" / "figures" / "gradient-norm.svg").read_text()
     assert THINNED not in (tmp_path / "out" / "figures" / "accuracy.svg").read_text()
     assert THINNED in plot_runs([run], tmp_path / "curves.svg").read_text()
     short = chart.curve([read_run(write_run(tmp_path / "short", max_steps=2000))])
@@ -792,7 +803,7 @@ def test_a_fall_is_found_as_by_trying_every_position():
 
 def test_the_columns_that_charts_need_are_read():
     assert {chart.y for chart in MEASURES} <= {*METRICS, *EVALUATIONS}
-    assert {chart.y for chart in CHARTS if chart.over_steps} | {key for _, key, _ in PANELS[1:]} <= set(METRICS)
+    assert {chart.y for chart in [*CHARTS, *figures.PANELS_OF_ONE] if chart.over_steps} <= set(METRICS)
     assert {chart.x for chart in CHARTS if not chart.over_steps} <= set(EVALUATIONS)
 
 
@@ -841,7 +852,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     covered = 0
     for _ in range(200):
         values = generator.choice([100.0, 0.0, -100.0], p=[0.3, 0.5, 0.2], size=80)
-        low, high = bootstrap_interval(values, np.ones(80), resamples=500)
+        ((low, high),) = bootstrap_intervals([(values, np.ones(80))], resamples=500)
         covered += low <= 10.0 <= high
     assert 0.9 <= covered / 200 <= 0.99
 
@@ -944,5 +955,5 @@ def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):
     text = svg.read_text()
     assert text == (tmp_path / "two" / svg.name).read_text()
     # Axes with names, a legend with every method, and what the band is.
-    for label in ("optimizer step", "gradient norm", "FIRE", "SRPO", "small, GSM8K", "lowest to highest run"):
+    for label in ("optimizer step", "gradient norm", "FIRE", "SRPO", "small, GSM8K", "lowest to highest seed"):
         assert label in text

@@ -247,6 +247,9 @@ def test_every_example_gets_its_own_prompt_even_if_uids_repeat(caplog):
 
 def write_run(folder, steps=range(1, 9), **columns):
     log = RunLog(folder)
+    (folder / "config.yaml").write_text(
+        f"{{model: m, task: t, learning_rate: 1.0e-3, max_steps: 8, temperature: {len(columns)}}}"
+    )
     for step in steps:
         log.metrics({"step": step, "loss": 1 / step, **{name: values[step % len(values)] for name, values in columns.items()}})
         if step % 4 == 0:
@@ -268,14 +271,14 @@ def test_a_picture_of_several_runs_with_gaps(tmp_path, recwarn):
     assert plot_runs([first], tmp_path / "curves") == tmp_path / "curves.png" and (tmp_path / "curves.png").is_file()
 
 
-def test_runs_of_the_same_name_can_be_told_apart(tmp_path):
-    runs = [write_run(tmp_path / parent / "run") for parent in ("fire", "full_context")]
+def test_runs_of_a_method_are_told_apart_by_their_settings(tmp_path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", grad_norm=[1.0])]
     picture = plot_runs(runs, tmp_path / "curves.svg").read_text()
-    assert all(f"{parent}/run" in picture for parent in ("fire", "full_context"))
+    assert all(f"FIRE (temperature {value})" in picture for value in (0, 1))
 
 
 def test_a_folder_without_a_run_has_no_picture(tmp_path):
-    with pytest.raises(ValueError, match="is not a run directory: it has no rows in metrics.jsonl"):
+    with pytest.raises(ValueError, match=r"is not a run directory \(it has no config.yaml\)"):
         plot_runs([tmp_path], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 

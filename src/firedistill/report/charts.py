@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import stdev
 
 import numpy as np
 import pandas as pd
 from numpy import ndarray
 
 from firedistill.report.groups import Group
+from firedistill.report.intervals import NORMAL_95, estimate, evaluated_intervals
 from firedistill.report.log import METRICS, NAMED
 from firedistill.report.read import Run, running_mean, shown
 
-# A curve of more than MOST_POINTS points is drawn by the lowest and the highest one in each of STRETCHES stretches of equal length.
-STRETCHES = 500
-MOST_POINTS = 4 * STRETCHES
-THINNED = f"long curves show the lowest and highest values of {STRETCHES} stretches"
+# A curve of more points is drawn by the lowest and the highest one in each of as many stretches of equal length as give a half of
+# that many points.
+MOST_POINTS = 2000
+THINNED = "long curves show the lowest and highest values of stretches of equal length"
 
 
 @dataclass
 class Curve:
-    """A mean over runs with its band; where only one run has a value, low and high equal it.
+    """A mean over runs with its band; low and high equal it where neither several runs nor the evaluation give one.
 
     Attributes:
         of: number of points before the curve was thinned out.
@@ -49,21 +51,25 @@ class Curve:
         """
         mean, deviation = frame.mean(axis=1), frame.std(axis=1).fillna(0)
         low, high = (frame.min(axis=1), frame.max(axis=1)) if extremes else (mean - deviation, mean + deviation)
-        kept = drawn(low.to_numpy(), high.to_numpy())
-        return cls(
-            x=frame.index.to_numpy()[kept].tolist(),
-            mean=mean.to_numpy()[kept].tolist(),
-            low=low.to_numpy()[kept].tolist(),
-            high=high.to_numpy()[kept].tolist(),
-            of=len(frame),
-        )
+        return cls.of_arrays(frame.index.to_numpy(), mean.to_numpy(), low.to_numpy(), high.to_numpy())
+
+    @classmethod
+    def of_arrays(cls, x: ndarray, mean: ndarray, low: ndarray, high: ndarray, most: int = MOST_POINTS) -> Curve:
+        """A curve of at most `most` points."""
+        kept = drawn(low, high, most)
+        return cls(x[kept].tolist(), mean[kept].tolist(), low[kept].tolist(), high[kept].tolist(), of=len(x))
+
+    def thinner(self, most: int) -> Curve:
+        """The curve, thinned out to at most `most` points."""
+        x, mean, low, high = (np.array(side) for side in (self.x, self.mean, self.low, self.high))
+        return replace(Curve.of_arrays(x, mean, low, high, most), of=self.of)
 
 
-def drawn(low: ndarray, high: ndarray) -> ndarray:
+def drawn(low: ndarray, high: ndarray, most: int = MOST_POINTS) -> ndarray:
     """The positions of a curve that are drawn: all, or those of the extremes of each stretch and of both ends."""
-    if len(low) <= MOST_POINTS:
+    if len(low) <= most:
         return np.arange(len(low))
-    bounds = np.linspace(0, len(low), STRETCHES + 1).astype(int)
+    bounds = np.linspace(0, len(low), most // 4 + 1).astype(int)
     stretches = list(zip(bounds, bounds[1:], strict=False))
     lowest = [start + np.argmin(low[start:end]) for start, end in stretches]
     return np.unique([0, *lowest, *(start + np.argmax(high[start:end]) for start, end in stretches), len(low) - 1])
@@ -72,34 +78,66 @@ def drawn(low: ndarray, high: ndarray) -> ndarray:
 def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
     """A column of `metrics.jsonl` over the steps that all runs have completed: mean, lowest and highest run.
 
-    With a window, each run is replaced by its running mean first. Steps at which no run has a finite value are left out.
+    With a window, each run is replaced by its running mean first, and the band of a single run is the 95 % interval of that mean. Steps
+    at which no run has a finite value are left out.
 
     The band is the range of the runs because a standard deviation below the mean cannot be drawn on a logarithmic axis.
     """
     columns = [run.metrics.column(key) for run in runs]
+    if len(runs) == 1 and window > 1:
+        ((steps, values),) = columns
+        return Curve.of_arrays(steps, running_mean(values, window), *running_interval(values, window))
     frame = pd.concat([series(steps, running_mean(values, window)) for steps, values in columns], axis=1).sort_index()
     return Curve.average(frame[frame.index <= min(run.step for run in runs)], extremes=True)
 
 
+def running_interval(values: ndarray, width: int) -> tuple[ndarray, ndarray]:
+    """The ends of the 95 % interval of the running mean of values that vary independently, within the range of the values."""
+    if not len(values):
+        return values, values
+    mean = running_mean(values, width)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = NORMAL_95 * np.sqrt(np.maximum(running_mean((values - mean) ** 2, width), 0) / (width - 1))
+    error = np.where(np.isfinite(error), error, 0)
+    return np.maximum(mean - error, values.min()), np.minimum(mean + error, values.max())
+
+
 def evaluation_curve(runs: Sequence[Run], key: str = "accuracy") -> Curve:
-    """A column of `evals.jsonl` over the steps at which all runs were evaluated: mean and sample standard deviation."""
+    """A column of `evals.jsonl` over the steps at which all runs were evaluated: mean and sample standard deviation.
+
+    The band of a single run is the 95 % interval of the evaluation, for shares of problems.
+    """
+    if len(runs) == 1:
+        frame = trajectory(runs[0], key)
+        return Curve.of_arrays(frame.index.to_numpy(), *frame.to_numpy().T)
     columns = [series(*run.evaluations.column(key)) for run in runs]
     return Curve.average(pd.concat(columns, axis=1, join="inner").sort_index())
+
+
+def trajectory(run: Run, key: str, by: str = "step") -> pd.DataFrame:
+    """A column of `evals.jsonl` by another one: its values and the ends of their intervals, which are the values where unknown."""
+    found, y = run.evaluations, run.evaluations[key]
+    ends = [np.where(np.isfinite(side), side, y) for side in evaluated_intervals(found, key)]
+    frame = pd.DataFrame({"mean": y, "low": ends[0], "high": ends[1]}, index=found[by])
+    frame = frame[np.isfinite(frame.index) & np.isfinite(y)]
+    return frame[~frame.index.duplicated(keep="last")].sort_index()
 
 
 def interpolated_curve(runs: Sequence[Run], key: str, points: int = 100) -> Curve:
     """Held-out accuracy against a cumulative column of `evals.jsonl`, as the paper draws it: mean and sample standard deviation.
 
     Each run's trajectory is linearly interpolated onto a shared grid over the range jointly covered by all runs. Runs with fewer
-    than two evaluations are left out.
+    than two evaluations are left out. The band of a single run is the 95 % interval of the evaluation.
     """
-    trajectories = [series(*run.evaluations.column("accuracy", by=key)).sort_index() for run in runs]
-    trajectories = [trajectory for trajectory in trajectories if len(trajectory) > 1]
+    trajectories = [frame for run in runs if len(frame := trajectory(run, "accuracy", by=key)) > 1]
     if not trajectories:
         return Curve([], [], [], [])
     start, end = max(t.index[0] for t in trajectories), min(t.index[-1] for t in trajectories)
     grid = np.linspace(start, end, points) if start < end else np.empty(0)
-    return Curve.average(pd.DataFrame({i: np.interp(grid, t.index, t) for i, t in enumerate(trajectories)}, index=grid))
+    if len(trajectories) == 1:
+        (frame,) = trajectories
+        return Curve.of_arrays(grid, *(np.interp(grid, frame.index, frame[side]) for side in ("mean", "low", "high")))
+    return Curve.average(pd.DataFrame({i: np.interp(grid, t.index, t["mean"]) for i, t in enumerate(trajectories)}, index=grid))
 
 
 def series(x: ndarray, y: ndarray) -> pd.Series:
@@ -109,9 +147,15 @@ def series(x: ndarray, y: ndarray) -> pd.Series:
 
 
 def rate_curve(groups: Iterable[Group]) -> Curve:
-    """Final accuracy in percent against the learning rate: mean and sample standard deviation."""
-    finals = {group.learning_rate: pd.Series(values) for group in groups if (values := group.finals())}
-    return Curve.average(pd.DataFrame(finals).T)
+    """Final accuracy in percent against the learning rate: mean and sample standard deviation; of one run its interval."""
+    points = []
+    for group in groups:
+        if found := estimate(group):
+            error = stdev(found.values) if len(found.values) > 1 else None
+            ends = (found.low, found.high) if error is None else (found.mean - error, found.mean + error)
+            points.append((group.learning_rate, found.mean, *ends))
+    x, mean, low, high = ([point[side] for point in points] for side in range(4))
+    return Curve(x, mean, low, high)
 
 
 @dataclass(frozen=True)
@@ -147,18 +191,38 @@ class Chart:
         return not self.over_steps and self.x == "step"
 
     @property
-    def spread(self) -> str:
-        return "lowest to highest run" if self.over_steps else "± sample standard deviation"
+    def held_out(self) -> bool:
+        """Whether the chart shows a share of held-out problems."""
+        return not self.over_steps and self.y_factor == 100
 
     @property
-    def averaged(self) -> str:
-        """What line and band show, in words."""
-        smoothing = f"; running means of {self.window} steps" if self.window > 1 else ""
-        return f"mean over seeds; band: {self.spread}{smoothing}"
+    def unit(self) -> str:
+        """Of y, as its title says."""
+        return self.y_title.partition("(")[2].rstrip(")") or self.y_title
 
-    def caption(self, curves: Iterable[Curve]) -> str:
+    @property
+    def band_of_seeds(self) -> str:
+        return "lowest to highest seed" if self.over_steps else "± sample standard deviation over seeds"
+
+    @property
+    def band_of_one(self) -> str:
+        """What the band of a single run is; empty if it has none."""
+        if self.window > 1:
+            return f"95 % interval of the mean of {self.window} steps"
+        return "95 % interval over problems" if self.held_out else ""
+
+    def described(self, groups: Iterable[Group]) -> str:
+        """What lines and bands show."""
+        sizes = {len(group.runs) > 1 for group in groups}
+        parts = [f"mean over seeds, band {self.band_of_seeds}"] if True in sizes else []
+        if False in sizes and self.band_of_one:
+            parts.append(f"{'single runs' if parts else 'one seed'}, band {self.band_of_one}")
+        smoothing = [f"running means of {self.window} steps"] if self.window > 1 else []
+        return "; ".join([*parts, *smoothing]) or "one seed"
+
+    def caption(self, groups: Iterable[Group], curves: Iterable[Curve]) -> str:
         """What lines and bands show, and whether points are left out."""
-        return self.averaged + (f"; {THINNED}" if any(curve.thinned for curve in curves) else "")
+        return self.described(groups) + (f"; {THINNED}" if any(curve.thinned for curve in curves) else "")
 
     def curve(self, runs: Sequence[Run]) -> Curve:
         """Mean and band of several runs, in the units of the chart."""
@@ -174,13 +238,11 @@ class Chart:
         """Whether a run has values of y."""
         return len((run.metrics if self.over_steps else run.evaluations).column(self.y)[1]) > 0
 
-    def points(self, run: Run) -> Curve:
+    def points(self, run: Run, most: int = MOST_POINTS) -> Curve:
         """The values of one run, in the units of the chart; low and high equal them."""
         x, y = (run.metrics if self.over_steps else run.evaluations).column(self.y, by=self.x)
         y = self.y_factor * running_mean(y, self.window)
-        kept = drawn(y, y)
-        values = y[kept].tolist()
-        return Curve((x[kept] / self.x_unit).tolist(), values, values, values, of=len(x))
+        return Curve.of_arrays(x / self.x_unit, y, y, y, most)
 
 
 CHARTS = [

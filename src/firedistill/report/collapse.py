@@ -31,6 +31,8 @@ FIRST_STEPS, WINDOW, SUSTAINED, AT_LEAST = 10, 5, 10, 5
 LENGTH_FACTOR, BURST_FACTOR, BURST_HISTORY = 0.5, 10.0, 20
 ACCURACY_POINTS, ACCURACY_ERRORS = 0.05, 2.0
 BLOCK, BLOCK_ERRORS = 20, 3.0
+# The rules that describe a lasting change; the others describe single steps.
+COLLAPSES = ("length collapse", "runaway length", "accuracy drop", "sampling drop")
 # Events of a rule that are listed one by one.
 MOST_EVENTS = 20
 

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from firedistill.files import written_at_once
-from firedistill.report.charts import Chart, Curve, charts_of, rate_curve
+from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, charts_of, rate_curve
 from firedistill.report.groups import Group, Study
+from firedistill.report.palette import GROUND, Line
 from firedistill.terminal import shortened
 
 Curves = Sequence[tuple[Group, Curve]]
+Panels = Sequence[tuple[str, Curves]]
+LINE_STYLES: dict[str, Any] = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-.", "longdash": (0, (8, 3))}
 # The charts that are also drawn at every learning rate.
 SWEPT = ("gradient-norm", "sampled-answers", "policy-kl")
 # Methods that a chart leaves out, as the paper does.
@@ -58,9 +62,9 @@ def method_figure(study: Study, chart: Chart) -> Figure | None:
 
     def draw(axes: Axes, curves: Curves) -> None:
         for group, curve in curves:
-            draw_curve(axes, curve, chart, group.label, group.colour, group.broken)
+            draw_curve(axes, curve, chart, group.label, group.line)
 
-    title = f"{chart.title}\n{chart.caption(curve for _, curves in panels for _, curve in curves)}{remarks(study, chart)}"
+    title = f"{chart.title}\n{caption(chart, panels)}{remarks(study, chart)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic)
 
 
@@ -92,12 +96,13 @@ def rate_figure(study: Study) -> Figure | None:
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
         axes.minorticks_off()
         for group, curve in curves:
-            error = [mean - low for mean, low in zip(curve.mean, curve.low, strict=True)]
-            style: dict[str, Any] = {"color": group.colour, "marker": "o", "markersize": 4, "capsize": 3}
-            style["linestyle"] = "--" if group.broken else "-"
+            mean = np.array(curve.mean)
+            error = [mean - curve.low, curve.high - mean]
+            style: dict[str, Any] = {"color": group.line.light, "marker": "o", "markersize": 4, "capsize": 3}
+            style["linestyle"] = LINE_STYLES[group.line.style]
             axes.errorbar(curve.x, curve.mean, yerr=error, label=literal(group.label), **style)
 
-    title = "Learning rates\nmean over seeds; bars: ± sample standard deviation"
+    title = "Learning rates\nbars: ± sample standard deviation over seeds; 95 % interval over problems for a single seed"
     return panel_figure(panels, draw, "peak learning rate", "final accuracy (%)", title)
 
 
@@ -114,19 +119,24 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, f"{group.factor:g}× rate", colours[f"{group.factor:g}"])
 
-    title = f"{chart.title} at different learning rates\n{chart.caption(c for _, curves in panels for _, c in curves)}"
+    title = f"{chart.title} at different learning rates\n{caption(chart, panels)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
-def rate_colours(factors: Sequence[float]) -> dict[str, str]:
-    """A colour per learning rate, from light to dark, the same in every panel."""
+def caption(chart: Chart, panels: Panels) -> str:
+    curves = [pair for _, of_panel in panels for pair in of_panel]
+    return chart.caption((group for group, _ in curves), (curve for _, curve in curves))
+
+
+def rate_colours(factors: Sequence[float]) -> dict[str, Line]:
+    """A shade of one hue per learning rate, from light to dark, the same in every panel."""
     names = list(dict.fromkeys(f"{factor:g}" for factor in sorted(factors)))
-    shades = matplotlib.colormaps["inferno_r"]
-    return {name: to_hex(shades(0.2 + 0.7 * i / max(len(names) - 1, 1))) for i, name in enumerate(names)}
+    shades = matplotlib.colormaps["Blues"]
+    return {name: Line(to_hex(shades(0.58 + 0.42 * i / max(len(names) - 1, 1)))) for i, name in enumerate(names)}
 
 
 def panel_figure(
-    panels: Sequence[tuple[str, Curves]],
+    panels: Panels,
     draw: Callable[[Axes, Curves], None],
     x_title: str,
     y_title: str,
@@ -157,25 +167,100 @@ def panel_figure(
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title, fontsize=10)
-        # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
-        fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
-        ncols = max(1, min(len(handles), fitting))
-        figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(handles) / ncols))
-        figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
+        add_legend(figure, handles)
         return figure
 
 
-def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, colour: str, broken: bool = False) -> None:
-    """Draw the line and the band of a curve, if it has points."""
+def draw_curve(axes: Axes, curve: Curve, chart: Chart, label: str, line: Line, theme: str = "light") -> None:
+    """Draw the line and the band of a curve, if it has points; one or two are dots with whiskers."""
     if not curve.x:
         return
     mean, low, high = curve.mean, curve.low, curve.high
     if chart.logarithmic:  # a step without a gradient has norm 0, which a logarithmic axis cannot show
         mean, low, high = ([value if value > 0 else math.nan for value in side] for side in (mean, low, high))
-    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) == 1 or chart.evaluated else {}
-    axes.plot(curve.x, mean, "--" if broken else "-", color=colour, linewidth=1.4, label=literal(label), **marker)
-    if low != high:
-        axes.fill_between(curve.x, low, high, color=colour, alpha=0.15, linewidth=0)
+    marker: dict[str, Any] = {"marker": "o", "markersize": 3} if len(curve.x) < 3 or chart.evaluated else {}
+    colour, style = getattr(line, theme), LINE_STYLES[line.style] if len(curve.x) > 2 else ""
+    axes.plot(curve.x, mean, linestyle=style, color=colour, linewidth=1.4, label=literal(label), **marker)
+    if low != high and len(curve.x) < 3:
+        axes.errorbar(curve.x, mean, [np.subtract(mean, low), np.subtract(high, mean)], fmt="none", ecolor=colour, capsize=2)
+    elif low != high:
+        axes.fill_between(curve.x, low, high, color=colour, alpha=0.13, linewidth=0)
+
+
+# ---- One picture of a study ----------------------------------------------------------------------------------------------------
+
+PANELS = ["accuracy", "sampled-answers", "gradient-norm", "entropy", "response-length", "generated-tokens"]
+# In place of the last panels if all runs are of one method: losses of different methods cannot be compared.
+PANELS_OF_ONE = [
+    Chart("over-radius", "Tokens over the radius", "share (%)", "chi_active", y_factor=100.0, window=11),
+    Chart("loss", "Loss", "loss", "loss", window=11),
+]
+THEMES = {"light": ("#1b1f24", GROUND[0]), "dark": ("#e7eaee", GROUND[1])}
+
+
+def panels_of(study: Study) -> list[Chart]:
+    """What the picture shows: held-out accuracy, and the dynamics."""
+    charts = {chart.name: chart for chart in CHARTS}
+    of_one = PANELS_OF_ONE if len({group.method for _, group in study.groups}) == 1 else []
+    wanted = [charts[PANELS[0]], *of_one, *(charts[name] for name in PANELS[1:])]
+    return [chart for chart in wanted if any(map(chart.measured, study.runs))][:6] or [charts["gradient-norm"]]
+
+
+def save_picture(study: Study, path: Path, theme: str = "light") -> None:
+    """Draw a study into a file: panels in two rows, or a row for each setting if there are several.
+
+    Raises:
+        ValueError: matplotlib cannot write such a file, or the picture has too many panels.
+    """
+    ink, ground = THEMES[theme]
+    colours: dict[Any, Any] = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), ink
+    )
+    colours |= {"figure.facecolor": ground, "axes.facecolor": ground, "grid.color": ink}
+    charts = panels_of(study)
+    several = len(study.settings) > 1
+    columns = len(charts) if several else min(3, len(charts))
+    rows = len(study.settings) if several else math.ceil(len(charts) / columns)
+    with matplotlib.rc_context(colours | {"font.size": 9, "svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(max(3.7 * columns, 5), 2.9 * rows + 0.9), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        handles: dict[str, Any] = {}
+        panels = [(setting, chart) for setting in study.settings for chart in charts]
+        curves = []
+        for axes, (setting, chart) in zip(grid, panels, strict=False):
+            title = f"{setting.title}: {chart.title.lower()}" if several else chart.title
+            axes.set_title(literal(title), fontsize=10, loc="left")
+            if chart.logarithmic:
+                axes.set_yscale("log")
+            for group in setting.groups:
+                curves.append(chart.curve(group.runs))
+                draw_curve(axes, curves[-1], chart, group.label, group.line, theme)
+            axes.set_xlabel(chart.x_title)
+            axes.set_ylabel(chart.y_title)
+            axes.grid(alpha=0.15, linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+            drawn, labels = axes.get_legend_handles_labels()
+            handles |= dict(zip(labels, drawn, strict=True))
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        bands = list(
+            dict.fromkeys(chart.described(group for _, group in study.groups) for chart in charts if chart.name in PANELS[:2])
+        )
+        thinned = [THINNED] if any(curve.thinned for curve in curves) else []
+        figure.suptitle(
+            "\n".join([literal(study.title if several else study.settings[0].title), *bands[:1], *thinned]), fontsize=9
+        )
+        add_legend(figure, handles)
+        figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def add_legend(figure: Figure, handles: dict[str, Any]) -> None:
+    """One legend below all panels; the figure grows by its height."""
+    # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
+    fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
+    ncols = max(1, min(len(handles), fitting))
+    figure.set_figheight(figure.get_figheight() + 0.18 * math.ceil(len(handles) / ncols))
+    figure.legend(handles.values(), list(handles), loc="outside lower center", ncols=ncols, frameon=False)
 
 
 def literal(text: str) -> str:

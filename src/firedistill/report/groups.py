@@ -11,31 +11,31 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.config import SelfDistillConfig, effect
+from firedistill.report.palette import HUES, Line, line_of, shades, spare_lines
 from firedistill.report.read import Run, read_runs, shown
 
 Item = TypeVar("Item")
 
-# Title, colour (readable on white and on black), and whether its line is broken; in the order of the paper's tables.
+# Titles, in the order of the paper's tables.
 METHODS = {
-    "supervised": ("Warm start", "#888888", True),
-    "full_context": ("Full Context", "#3b7ddd", False),
-    "on_policy_sft": ("On-Policy SFT", "#9c6b3f", False),
-    "veto": ("Veto", "#9b5fd6", False),
-    "top_d": ("TOP-D", "#129c8b", False),
-    "tropd": ("TrOPD", "#c99a06", False),
-    "srpo": ("SRPO", "#4a9e3d", False),
-    "demopsd": ("DemoPSD", "#d9559f", False),
-    "scope": ("SCOPE", "#16a3cf", False),
-    "negative_advantage": ("Negative Advantage", "#6b6f76", True),
-    "rlcsd": ("RLCSD", "#7a5c99", True),
-    "sdpg": ("SDPG", "#2f7f6f", True),
-    "routing": ("Routing Alone", "#caa24a", True),
-    "no_attribution": ("No Attribution", "#f08a3c", True),
-    "no_projection": ("No Projection", "#b3544f", True),
-    "hard_gradient_excision": ("Hard Gradient Excision", "#8b8f3a", True),
-    "fire": ("FIRE", "#e5391f", False),
+    "supervised": "Warm start",
+    "full_context": "Full Context",
+    "on_policy_sft": "On-Policy SFT",
+    "veto": "Veto",
+    "top_d": "TOP-D",
+    "tropd": "TrOPD",
+    "srpo": "SRPO",
+    "demopsd": "DemoPSD",
+    "scope": "SCOPE",
+    "negative_advantage": "Negative Advantage",
+    "rlcsd": "RLCSD",
+    "sdpg": "SDPG",
+    "routing": "Routing Alone",
+    "no_attribution": "No Attribution",
+    "no_projection": "No Projection",
+    "hard_gradient_excision": "Hard Gradient Excision",
+    "fire": "FIRE",
 }
-OTHER_COLOURS = ["#5a5fc7", "#b07aa1", "#76a35b", "#a8763e", "#2f9fb0", "#d1605e", "#7d8a99"]
 TASKS = {
     "gsm8k": "GSM8K",
     "asdiv": "ASDiv",
@@ -63,7 +63,7 @@ class Group:
     Attributes:
         factor: the learning rate relative to the comparison's; 1 for the groups that are compared.
         apart: what distinguishes this group from the others of its method, the learning rate excepted.
-        colour, broken: of its lines.
+        line: colours and style of its curves.
     """
 
     method: str
@@ -71,13 +71,12 @@ class Group:
     learning_rate: float
     factor: float
     apart: str
-    colour: str = ""
-    broken: bool = True
+    line: Line = Line()
 
     @property
     def title(self) -> str:
         """The method's name as the paper writes it."""
-        return METHODS[self.method][0] if self.method in METHODS else self.method
+        return METHODS.get(self.method, self.method)
 
     @property
     def label(self) -> str:
@@ -162,7 +161,8 @@ def read_study(paths: Sequence[str | Path]) -> Study:
     runs, titles, notes = read_runs(paths)
     by_setting = partition(runs, lambda run: (run.model, run.task))
     settings = [Setting(model, task, grouped(members, notes)) for (model, task), members in by_setting.items()]
-    return Study("; ".join(dict.fromkeys(titles)) or "Runs", settings, notes)
+    title = settings[0].title if len(settings) == 1 else "Runs"
+    return Study("; ".join(dict.fromkeys(titles)) or title, settings, notes)
 
 
 def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
@@ -243,12 +243,13 @@ def described(values: Mapping[str, Any]) -> str:
 
 
 def assign_lines(groups: Sequence[Group]) -> None:
-    """Give the first compared group of each method of the paper the method's line, all others broken lines of other colours."""
-    styled: set[str] = set()
-    spare = itertools.cycle(OTHER_COLOURS)
-    for group in sorted(groups, key=lambda group: group.factor != 1):
-        if group.method in METHODS and group.method not in styled:
-            styled.add(group.method)
-            _, group.colour, group.broken = METHODS[group.method]
-        else:
-            group.colour, group.broken = next(spare), True
+    """Give the first group of each method the method's line, other groups a spare one; learning rates are shades of it."""
+    families = partition(sorted(groups, key=lambda group: group.factor != 1), lambda group: (group.method, group.apart))
+    used = {method for method, _ in families}
+    own, spare = used & HUES.keys(), itertools.cycle(spare_lines(sorted(used)))
+    for (method, _), members in families.items():
+        line = line_of(method) if method in own else next(spare)
+        own.discard(method)
+        of_rate = shades(line, [group.factor for group in members])
+        for group in members:
+            group.line = of_rate[group.factor]

@@ -1,399 +1,453 @@
 "use strict";
-// Draws the curves and the attribution view from the JSON next to it. All text is set through textContent.
-const data = JSON.parse(document.getElementById("data").textContent);
-const SVG = "http://www.w3.org/2000/svg";
+// Draws the charts with plotly.js, and the views of attribution and rollouts, from the packed JSON before it. Text of models and
+// datasets is set through textContent; labels of charts, in which plotly.js reads tags, come escaped.
 const byId = (id) => document.getElementById(id);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+let data = null;
 
-function element(name, attributes = {}, text = null) {
+async function unpacked(id) {
+  const bytes = Uint8Array.from(atob(byId(id).textContent), (character) => character.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+function element(name, attributes = {}, ...content) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== null) made.textContent = text;
+  made.append(...content);
   return made;
 }
 
-function shape(name, attributes, parent, text = null) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== null) made.textContent = text;
-  parent.append(made);
-  return made;
-}
-
-function options(select, labels) {
+function options(select, labels, chosen) {
   select.replaceChildren(...labels.map((label, index) => element("option", { value: index }, label)));
+  select.value = String(Math.max(0, chosen ?? 0));
 }
 
-function number(value) {
+function number(value, digits = 3) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size >= 10000) return Math.round(value).toLocaleString("en");
-  return size !== 0 && size < 0.0001 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
+  return size !== 0 && size < 0.001 ? value.toExponential(digits - 1) : String(Number(value.toPrecision(digits)));
 }
 
-// ---- Curves ---------------------------------------------------------------------------------------------------------------
-
-const hidden = new Set(); // labels of groups that are not shown, whatever the setting
-for (const setting of data.settings) for (const group of setting.groups) if (!group.compared) hidden.add(group.label);
-
-function currentSetting() {
-  return data.settings[Number(byId("setting").value) || 0];
+function tableOf(head, rows, kind = "") {
+  const cells = (row, name) => row.map((cell, i) => element(i ? name : "th", i ? {} : { scope: name === "th" ? "col" : "row" }, cell));
+  const body = element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells(row, "td"))));
+  return element("div", { class: "scroll" }, element("table", { class: kind }, element("thead", {}, element("tr", {}, ...cells(head, "th"))), body));
 }
 
-function drawToggles() {
-  const place = byId("methods");
-  const everything = element("button", { type: "button" }, "all");
-  const nothing = element("button", { type: "button" }, "none");
-  const groups = currentSetting().groups;
-  const compared = groups.filter((group) => group.compared);
-  everything.onclick = () => { compared.forEach((group) => hidden.delete(group.label)); drawToggles(); drawCharts(); };
-  nothing.onclick = () => { groups.forEach((group) => hidden.add(group.label)); drawToggles(); drawCharts(); };
-  const toggle = (group) => {
-    const button = element("button", { type: "button", "aria-pressed": String(!hidden.has(group.label)) });
-    const swatch = shape("svg", { viewBox: "0 0 26 10", "aria-hidden": "true" }, button);
-    const line = { x1: 0, y1: 5, x2: 26, y2: 5, stroke: group.colour, "stroke-width": 4 };
-    shape("line", group.broken ? { ...line, "stroke-dasharray": "7 4" } : line, swatch);
-    button.append(group.label);
-    button.onclick = () => {
-      if (!hidden.delete(group.label)) hidden.add(group.label);
-      button.setAttribute("aria-pressed", String(!hidden.has(group.label)));
-      drawCharts();
-    };
-    return button;
+// ---- What is chosen is in the address -----------------------------------------------------------------------------------------
+
+let view = new URLSearchParams();
+
+function readView() {
+  const text = location.hash.slice(1);
+  view = new URLSearchParams(text.includes("=") ? text : "");
+}
+
+function choose(changes) {
+  for (const [name, value] of Object.entries(changes)) {
+    view.delete(name);
+    for (const one of Array.isArray(value) ? value : [value]) if (one !== null) view.append(name, one);
+  }
+  history.replaceState(null, "", `#${view}`);
+}
+
+// ---- Charts -----------------------------------------------------------------------------------------------------------------
+
+// No button may send a chart anywhere; the buttons beside the title save it.
+const CONFIG = { displaylogo: false, showSendToCloud: false, plotlyServerURL: "", displayModeBar: "hover", modeBarButtonsToRemove: ["toImage", "select2d", "lasso2d", "autoScale2d"], modeBarButtonsToAdd: ["v1hovermode"] };
+const figures = [];
+const place = () => Math.min(data.settings.length - 1, Math.max(0, Math.trunc(Number(view.get("setting"))) || 0));
+const setting = () => data.settings[place()];
+const chosen = () => new Set(view.has("show") ? view.getAll("show") : setting().groups.filter((group) => group.chosen).map((group) => group.label));
+const colourOf = (group, on) => (on ? group.line[dark.matches ? "dark" : "light"] : css("--rest"));
+
+function show(labels) {
+  choose({ show: labels });
+  drawChips();
+  drawAll();
+}
+
+function toggle(label) {
+  const labels = chosen();
+  if (!labels.delete(label)) labels.add(label);
+  show(labels.size ? [...labels] : [""]);
+}
+
+function drawChips() {
+  const labels = chosen();
+  const button = (onclick, attributes, ...content) => Object.assign(element("button", { type: "button", ...attributes }, ...content), { onclick });
+  const chips = setting().groups.map((group) => {
+    const on = labels.has(group.label);
+    const sample = element("i", { "aria-hidden": "true" });
+    sample.style.borderTop = `3px ${{ solid: "solid", dot: "dotted" }[group.line.style] ?? "dashed"} ${colourOf(group, on)}`;
+    return button(() => toggle(group.label), { "aria-pressed": on }, sample, group.label);
+  });
+  byId("methods").replaceChildren(...chips, button(() => show(setting().groups.map(({ label }) => label)), {}, "all"),
+    button(() => show([""]), {}, "none"), button(() => show(null), {}, "as opened"));
+}
+
+// The traces in the colours of the page, those of groups that are not chosen below the others.
+function painted({ traces }) {
+  const [labels, seeds, alone, unmarked] = [chosen(), view.has("seeds"), view.has("alone"), view.has("unmarked")];
+  return traces.map((trace) => {
+    const group = setting().groups[trace.group];
+    const on = labels.has(group.label);
+    const color = trace.role === "before" ? css("--ink") : colourOf(group, on);
+    const shown = { line: on || !alone, seed: on && seeds, low: on && !(seeds && group.several), high: on && !(seeds && group.several), mark: on && !unmarked }[trace.role] ?? true;
+    const width = { line: on ? 2 : 1, seed: 1 }[trace.role] ?? 0;
+    const marker = trace.role === "mark" ? { symbol: "triangle-down", size: 11, color, line: { width: 1, color: css("--ground") } } : { size: on ? 6 : 4, ...trace.marker, color, line: { color, width: 1.2 } };
+    return { ...trace, type: "scatter", on, visible: shown, line: { color, width, dash: on ? group.line.style : "solid" }, marker, fillcolor: `${color}20`, error_x: trace.error_x && { ...trace.error_x, type: "data", color, thickness: 1.6, width: 4 } };
+  }).sort((a, b) => a.on - b.on);
+}
+
+function layoutOf(plot, width) {
+  const font = { family: "system-ui, sans-serif", size: 12, color: css("--soft") };
+  const axis = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, exponentformat: "none", automargin: false };
+  const layout = { font, width, height: width < 500 ? 300 : 330, margin: { l: 58, r: Math.round(Math.min(150, width * 0.29)), t: 28, b: 44 }, showlegend: false, hovermode: "closest", paper_bgcolor: css("--ground"), plot_bgcolor: css("--ground"),
+    hoverlabel: { bgcolor: css("--ground"), bordercolor: css("--soft"), font: { color: css("--ink") }, align: "left" },
+    xaxis: { ...axis, nticks: Math.max(4, Math.round(width / 80)), ...plot.layout.xaxis }, yaxis: { ...axis, nticks: 6, ...plot.layout.yaxis } };
+  const rows = plot.traces.filter(({ role, marker }) => role === "dot" && marker.symbol === "circle");
+  if (!rows.length) return layout;
+  // One row for each group, with its name on the left and its accuracy on the right.
+  const ticks = rows.map(({ group }) => setting().groups[group].names[width < 500 ? 0 : 1]);
+  const most = Math.max(...ticks.flat().map((line) => line.length));
+  layout.margin = { ...layout.margin, l: 7 * most + 16, r: 44 };
+  layout.height = Math.max(110, rows.length * Math.max(30, ...ticks.map((lines) => 14 * lines.length + 8))) + 72;
+  Object.assign(layout.yaxis, { tickvals: rows.map(({ y }) => y[0]), ticktext: ticks.map((lines) => lines.join("<br>")), range: [-0.7, rows.length - 0.4], tickfont: { color: css("--ink") } });
+  layout.annotations = rows.map(({ x, y }) => ({ text: x[0].toFixed(1), x: 1, xref: "paper", xanchor: "left", xshift: 6, y: y[0], showarrow: false, font: { color: css("--ink") } }));
+  return layout;
+}
+
+// Names at the right end of the chosen lines, pushed apart where they would overlap.
+function namesOf({ data: traces, layout: { xaxis, yaxis, height, margin } }, narrow) {
+  const inside = height - margin.t - margin.b;
+  const end = xaxis.type === "log" ? 10 ** xaxis.range[1] : xaxis.range[1];
+  const names = traces.filter(({ role, on }) => role === "line" && on).map(({ group, x, y, line }) => {
+    const i = y.findLastIndex((value, place) => value !== null && x[place] <= end);
+    const beyond = x[i + 1] > end && y[i + 1] !== null ? (end - x[i]) / (x[i + 1] - x[i]) : 0;
+    const last = beyond ? y[i] + beyond * (y[i + 1] - y[i]) : y[i];
+    const share = ((yaxis.type === "log" ? Math.log10(last) : last) - yaxis.range[0]) / (yaxis.range[1] - yaxis.range[0]);
+    const lines = setting().groups[group].names[narrow ? 0 : 1];
+    return { y: Math.min(inside, Math.max(0, (1 - share) * inside)), size: 14 * lines.length, text: lines.join("<br>"), color: line.color };
+  }).filter(({ y }) => Number.isFinite(y)).sort((a, b) => a.y - b.y);
+  let edge = -7;
+  for (const name of names) edge = (name.y = Math.max(name.y, edge + name.size / 2)) + name.size / 2;
+  edge = Math.max(inside + 7, names.reduce((sum, { size }) => sum + size, -7));
+  for (const name of names.reverse()) edge = (name.y = Math.min(name.y, edge - name.size / 2)) - name.size / 2;
+  return names.map(({ y, text, color }) => ({ text, font: { color }, x: 1, xref: "paper", xanchor: "left", xshift: 6, y: 1 - y / inside, yref: "paper", yanchor: "middle", align: "left", showarrow: false }));
+}
+
+async function draw(figure) {
+  const { plot, box, note } = figure;
+  const width = box.clientWidth;
+  Object.assign(figure, { stale: false, width });
+  const name = () => (plot.traces.some(({ role }) => role === "line") ? Plotly.relayout(box, { annotations: namesOf(box, width < 500) }) : null);
+  note.textContent = plot.notes[view.has("seeds") ? 1 : 0].replaceAll(" %", "\u00a0%");
+  await Plotly.react(box, painted(plot), layoutOf(plot, width), CONFIG);
+  await name();
+  for (const event of ["plotly_click", "plotly_relayout"]) box.removeAllListeners(event);
+  box.on("plotly_click", ({ points: [{ data: { group } }] }) => toggle(setting().groups[group].label));
+  box.on("plotly_relayout", (change) => { if (!change.annotations) name(); });
+}
+
+const resized = new ResizeObserver((entries) => {
+  for (const { target } of entries) {
+    const figure = figures.find(({ box }) => box === target);
+    if (figure?.width && figure.width !== target.clientWidth) draw(figure);
+  }
+});
+
+function drawAll() {
+  for (const figure of figures) {
+    figure.stale = true;
+    if (figure.near) draw(figure);
+  }
+}
+
+const nearby = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) {
+    const figure = figures.find(({ box }) => box === target);
+    if (figure) figure.near = isIntersecting;
+    if (figure?.near && figure.stale) draw(figure);
+  }
+}, { rootMargin: "600px" });
+
+function save({ plot, box, note }, format) {
+  const { layout } = box;
+  const [width, height] = [900, Math.max(480, layout.height + 60)];
+  const title = { text: plot.heading, subtitle: { text: note.innerHTML, font: { size: 11 } }, x: 0.02, xanchor: "left" };
+  Plotly.downloadImage({ data: box.data, layout: { ...layout, width, height, title, margin: { ...layout.margin, t: 70 } } }, { format, filename: plot.name, width, height, scale: 2 });
+}
+
+// Left and right move along a line, up and down from line to line.
+function readPoints(figure, event) {
+  const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0], Home: [0, -Infinity], End: [0, Infinity] }[event.key];
+  const lines = (figure.box.data ?? []).flatMap(({ role, on }, i) => (on && ["line", "dot"].includes(role) ? [i] : []));
+  if (!move || !lines.length) return;
+  event.preventDefault();
+  const within = (value, list) => Math.min(list.length - 1, Math.max(0, value));
+  figure.line = within((figure.line ?? 0) + move[0], lines);
+  const { x } = figure.box.data[lines[figure.line]];
+  figure.point = within(within(figure.point ?? Infinity, x) + move[1], x);
+  Plotly.Fx.hover(figure.box, [{ curveNumber: lines[figure.line], pointNumber: figure.point }]);
+}
+
+function startFigures() {
+  nearby.disconnect();
+  resized.disconnect();
+  for (const { box } of figures.splice(0)) Plotly.purge(box);
+  for (const section of ["accuracy", "dynamics"]) byId(`${section}-charts`).replaceChildren();
+  for (const plot of setting().plots) {
+    const [box, note] = [element("div", { class: "chart", role: "img", tabindex: "0", "aria-label": `${plot.title}. Arrow keys read its values.` }), element("p", { class: "fine" })];
+    const figure = { plot, box, note, stale: true };
+    const tools = ["png", "svg"].map((format) => Object.assign(element("button", { type: "button", "aria-label": `Save “${plot.title}” as ${format}` }, format.toUpperCase()), { onclick: () => save(figure, format) }));
+    box.onkeydown = (event) => readPoints(figure, event);
+    byId(`${plot.section}-charts`).append(element("figure", {}, element("figcaption", {}, element("h3", {}, plot.title), element("div", { class: "tools" }, ...tools), note), box));
+    figures.push(figure);
+    nearby.observe(box);
+    resized.observe(box);
+  }
+  const { constant, plots } = setting();
+  const few = plots.some(({ section }) => section === "dynamics") ? "" : "No run has three steps with different values yet. ";
+  byId("constant").textContent = few + (constant.length ? `The same in all runs: ${constant.join("; ")}.` : "");
+  document.querySelectorAll(".answer").forEach((answer, i) => { answer.hidden = i !== place(); });
+}
+
+function startCharts() {
+  const switches = { others: ["alone", true], seeds: ["seeds", false], marks: ["unmarked", true] };
+  const everything = () => {
+    if (byId("setting")) options(byId("setting"), data.settings.map(({ title }) => title), place());
+    for (const [id, [name, inverse]] of Object.entries(switches)) byId(id).checked = view.has(name) !== inverse;
+    startFigures();
+    drawChips();
   };
-  const others = groups.filter((group) => !group.compared);
-  place.replaceChildren(...compared.map(toggle), everything, nothing);
-  byId("rates").replaceChildren(...others.map(toggle));
-  byId("more").hidden = !others.length;
-}
-
-// The lines of a chart: one per visible group, or one per run of it.
-function linesOf(chart) {
-  const lines = [];
-  for (const group of currentSetting().groups) {
-    if (hidden.has(group.label)) continue;
-    const style = { colour: group.colour, broken: group.broken };
-    if (byId("single").checked && group.runs[0].points[chart.name]) {
-      for (const run of group.runs)
-        lines.push({ ...style, label: `${group.label}, seed ${run.seed}`, curve: run.points[chart.name], events: run.events });
-    } else if (group.curves[chart.name]) {
-      const events = group.runs.flatMap((run) => run.events.map((event) => ({ ...event, text: `seed ${run.seed}: ${event.text}` })));
-      lines.push({ ...style, label: group.label, curve: group.curves[chart.name], events });
-    }
-  }
-  return lines.filter((line) => line.curve.x.length);
-}
-
-function niceTicks(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
-  const first = Math.ceil(low / step);
-  // By their number: added to a large value, a small step may be nothing.
-  const ticks = Array.from({ length: 3 * Math.ceil(count) + 3 }, (_, i) => (first + i) * step).filter((tick) => tick <= high + step * 1e-9);
-  return [...new Set(ticks.map((tick) => Number(tick.toPrecision(10))))];
-}
-
-function scale(values, logarithmic, from, to, count) {
-  let low = Math.min(...values);
-  let high = Math.max(...values);
-  if (logarithmic) {
-    [low, high] = [Math.log10(low), Math.log10(high)];
-    if (high - low < 0.2) [low, high] = [low - 0.1, high + 0.1];
-  } else if (high === low) {
-    [low, high] = [low - Math.max(1, Math.abs(low)) * 0.05, high + Math.max(1, Math.abs(high)) * 0.05];
-  }
-  const place = (value) => from + ((logarithmic ? Math.log10(value) : value) - low) / (high - low) * (to - from);
-  let ticks = niceTicks(low, high, count);
-  if (logarithmic) {
-    const powers = ticks.filter((tick) => Number.isInteger(tick)).map((tick) => 10 ** tick);
-    const between = [1, 2, 5].flatMap((digit) => Array.from({ length: 40 }, (_, i) => digit * 10 ** (i - 20)));
-    ticks = powers.length > 2 ? powers : between.filter((tick) => Math.log10(tick) >= low && Math.log10(tick) <= high);
-  }
-  return { place, ticks };
-}
-
-// Lists can be too long for the arguments of Math.min.
-function extent(lists) {
-  let low = Infinity;
-  let high = -Infinity;
-  for (const list of lists) for (const value of list) if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
-  return [low, high];
-}
-
-function nearest(xs, x) {
-  let best = 0;
-  for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - x) < Math.abs(xs[best] - x)) best = i;
-  return best;
-}
-
-const SMOOTH = 11;
-
-function smoothed(curve) {
-  const half = (SMOOTH - 1) / 2;
-  const mean = (list) => list.map((_, i) => {
-    const near = list.slice(Math.max(0, i - half), i + half + 1).filter((value) => value !== null);
-    return near.length ? near.reduce((sum, value) => sum + value, 0) / near.length : null;
-  });
-  const sides = Object.entries(curve).filter(([, list]) => Array.isArray(list) && list !== curve.x).map(([name, list]) => [name, mean(list)]);
-  return { x: curve.x, of: curve.of, ...Object.fromEntries(sides) };
-}
-
-function drawChart(chart, figure) {
-  const found = linesOf(chart);
-  const thinned = found.some(({ curve }) => curve.of > curve.x.length);
-  // A mean over the points that are left would not be one over steps.
-  const smooth = chart.steps && chart.window === 1 && !thinned && byId("smooth").checked;
-  const meanOver = smooth ? SMOOTH : chart.window || 1;
-  const lines = found.map((line) => (smooth ? { ...line, curve: smoothed(line.curve) } : line));
-  figure.replaceChildren();
-  const caption = element("figcaption", {}, `${chart.title} `);
-  caption.append(element("span", {}, (byId("single").checked && chart.name !== "learning-rates" ? "single runs" : `mean; ${chart.spread}`) + (meanOver > 1 ? `; running means of ${meanOver} steps` : "") + (thinned ? `; ${data.thinned}` : "")));
-  figure.append(caption);
-  if (!lines.length) {
-    figure.append(element("p", { class: "fine" }, "No data for the selected methods."));
-    return;
-  }
-  const width = Math.max(figure.clientWidth, 240);
-  const height = Math.min(340, Math.max(220, width * 0.6));
-  const edge = { left: 52, right: 22, top: 8, bottom: 42 };
-  const usable = (value) => value !== null && (!chart.log || value > 0);
-  const bands = byId("bands").checked;
-  const ys = lines.flatMap(({ curve }) => [curve.mean, ...(bands && curve.low ? [curve.low, curve.high] : [])]);
-  const x = scale(extent(lines.map(({ curve }) => curve.x)), chart.xlog, edge.left, width - edge.right, width / 90);
-  const y = scale(extent(ys.map((list) => list.filter(usable))), chart.log, height - edge.bottom, edge.top, 5);
-  const label = `${chart.title}, ${lines.length} curves: ${lines.map((line) => line.label).join("; ")}. Press the arrow keys to read the values.`;
-  const svg = shape("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", tabindex: "0", "aria-label": label }, figure);
-  for (const tick of y.ticks) {
-    shape("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y.place(tick), y2: y.place(tick) }, svg);
-    shape("text", { x: edge.left - 6, y: y.place(tick) + 4, "text-anchor": "end" }, svg, number(tick));
-  }
-  const ticks = chart.xlog ? [...new Set(lines.flatMap(({ curve }) => curve.x))] : x.ticks;
-  for (const tick of ticks) shape("text", { x: x.place(tick), y: height - edge.bottom + 18, "text-anchor": "middle" }, svg, number(tick));
-  shape("text", { x: (edge.left + width - edge.right) / 2, y: height - 6, "text-anchor": "middle" }, svg, chart.x);
-  const side = shape("text", { "text-anchor": "middle", transform: `translate(12 ${(edge.top + height - edge.bottom) / 2}) rotate(-90)` }, svg, chart.y);
-  side.setAttribute("aria-hidden", "true");
-  for (const { curve, colour } of lines) {
-    if (!bands || !curve.low) continue;
-    // A step without a gradient has norm 0, which a logarithmic axis cannot show; the band has a gap there.
-    let up = [], down = [];
-    const close = () => {
-      if (up.length > 1) shape("path", { d: `M${up.join("L")}L${down.reverse().join("L")}Z`, fill: colour, opacity: 0.16 }, svg);
-      up = []; down = [];
-    };
-    curve.x.forEach((at, i) => {
-      if (!usable(curve.low[i]) || !usable(curve.high[i])) { close(); return; }
-      up.push(`${x.place(at)} ${y.place(curve.high[i])}`);
-      down.push(`${x.place(at)} ${y.place(curve.low[i])}`);
-    });
-    close();
-  }
-  for (const { curve, colour, broken } of lines) {
-    let path = "", pen = "M";
-    curve.x.forEach((at, i) => {
-      if (usable(curve.mean[i])) { path += `${pen}${x.place(at)} ${y.place(curve.mean[i])}`; pen = "L"; } else pen = "M";
-    });
-    const style = { d: path, fill: "none", stroke: colour, "stroke-width": 1.8, "stroke-linejoin": "round" };
-    shape("path", broken ? { ...style, "stroke-dasharray": "6 3" } : style, svg);
-    if (curve.x.length <= 30)
-      curve.x.forEach((at, i) => { if (usable(curve.mean[i])) shape("circle", { cx: x.place(at), cy: y.place(curve.mean[i]), r: 2.5, fill: colour }, svg); });
-  }
-  if (byId("marks").checked) drawMarks(chart, lines, svg, x, y, height - edge.bottom, usable);
-  addCursor(chart, figure, svg, lines, x, edge, width, height);
-}
-
-// A triangle where a run went wrong: on its curve, or on the x axis where the curve has no value.
-function drawMarks(chart, lines, svg, x, y, floor, usable) {
-  for (const { curve, colour, events, label } of lines) {
-    for (const event of events) {
-      if (event.chart !== chart.name || event.step > curve.x[curve.x.length - 1]) continue;
-      const i = nearest(curve.x, event.step);
-      const [cx, cy] = [x.place(event.step), curve.x[i] === event.step && usable(curve.mean[i]) ? y.place(curve.mean[i]) : floor];
-      const mark = shape("path", { class: "mark", d: `M${cx} ${cy}l-6 -11h12Z`, fill: colour }, svg);
-      shape("title", {}, mark, `${label}, step ${event.step}: ${event.rule}. ${event.text}`);
-    }
-  }
-}
-
-function addCursor(chart, figure, svg, lines, x, edge, width, height) {
-  const tip = element("div", { class: "tip", "aria-live": "polite" });
-  tip.hidden = true;
-  figure.append(tip);
-  const cursor = shape("line", { class: "cursor", y1: edge.top, y2: height - edge.bottom, visibility: "hidden" }, svg);
-  const stops = [...new Set(lines.flatMap(({ curve }) => curve.x))].sort((a, b) => a - b);
-  let at = stops.length - 1;
-  const show = () => {
-    const place = x.place(stops[at]);
-    cursor.setAttribute("x1", place);
-    cursor.setAttribute("x2", place);
-    cursor.setAttribute("visibility", "visible");
-    tip.replaceChildren(element("div", {}, `${chart.x}: ${number(stops[at])}`));
-    for (const { curve, colour, label } of lines) {
-      const i = nearest(curve.x, stops[at]);
-      if (stops[at] < curve.x[0] || stops[at] > curve.x[curve.x.length - 1]) continue;
-      const row = element("div");
-      const box = element("i");
-      box.style.background = colour;
-      const spread = curve.low && curve.low[i] !== curve.high[i] ? ` (${number(curve.low[i])} to ${number(curve.high[i])})` : "";
-      row.append(box, `${label}: ${number(curve.mean[i])}${spread}`);
-      tip.append(row);
-    }
-    tip.hidden = false;
-    if (place > width / 2) { tip.style.left = "auto"; tip.style.right = `${width - place + 10}px`; } else { tip.style.right = "auto"; tip.style.left = `${place + 10}px`; }
-  };
-  const hide = () => { tip.hidden = true; cursor.setAttribute("visibility", "hidden"); };
-  svg.addEventListener("pointermove", (event) => {
-    const box = svg.getBoundingClientRect();
-    const here = (event.clientX - box.left) * width / box.width;
-    at = nearest(stops.map((stop) => x.place(stop)), here);
-    show();
-  });
-  svg.addEventListener("pointerleave", hide);
-  svg.addEventListener("focus", () => { if (svg.matches(":focus-visible")) show(); });
-  svg.addEventListener("blur", hide);
-  svg.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: stops.length - 1, PageUp: at - 10, PageDown: at + 10 };
-    if (event.key === "Escape") { hide(); return; }
-    if (!(event.key in moves)) return;
-    event.preventDefault();
-    at = Math.min(stops.length - 1, Math.max(0, moves[event.key]));
-    show();
-  });
-}
-
-const figures = new Map();
-
-function drawCharts() {
-  for (const [chart, figure] of figures) drawChart(chart, figure);
-}
-
-function startCurves() {
-  options(byId("setting"), data.settings.map((setting) => setting.title));
-  for (const chart of data.charts) {
-    const figure = element("figure");
-    byId("charts").append(figure);
-    figures.set(chart, figure);
-  }
-  byId("setting").onchange = () => { drawToggles(); drawCharts(); };
-  for (const id of ["single", "bands", "smooth", "marks"]) byId(id).onchange = drawCharts;
-  drawToggles();
-  drawCharts();
-  let width = window.innerWidth;
-  window.addEventListener("resize", () => { if (window.innerWidth !== width) { width = window.innerWidth; drawCharts(); } });
+  if (byId("setting")) byId("setting").onchange = () => { choose({ setting: byId("setting").value, show: null }); everything(); };
+  for (const [id, [name, inverse]] of Object.entries(switches)) byId(id).onchange = () => { choose({ [name]: byId(id).checked !== inverse ? "1" : null }); drawAll(); };
+  window.addEventListener("beforeprint", () => figures.filter(({ stale }) => stale).forEach(draw));
+  dark.addEventListener("change", () => { drawChips(); drawAll(); });
+  everything();
+  return everything;
 }
 
 // ---- Attribution ------------------------------------------------------------------------------------------------------------
 
-const FIELD_COLOURS = ["#e5391f", "#3b7ddd", "#4a9e3d", "#9b5fd6", "#c99a06", "#129c8b", "#d9559f", "#9c6b3f"];
-const ONE_COLOUR = "#e08a00";
+const FIELD_COLOURS = ["#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#7f7f00"];
+const ONE_COLOUR = "#e69f00";
 const fieldColour = (index) => FIELD_COLOURS[index % FIELD_COLOURS.length];
+const LEAST = 0.15; // strength from which a token shows the number of its field
+const circled = (field) => (field <= 20 ? String.fromCharCode(0x245f + field) : `(${field})`);
 
-function largest(rows, token) {
+function largest(values) {
   let best = -1;
-  rows.forEach((row, index) => { if (row[token] > 0 && (best < 0 || row[token] > rows[best][token])) best = index; });
+  values.forEach((value, index) => { if (value > 0 && (best < 0 || value > values[best])) best = index; });
   return best;
 }
 
-// Each mode: its name, what it shows, and colour and strength (0 to 1) of a token.
+const at = (rows, token) => rows.map((row) => row[token]);
+const fieldMode = (rows, strength) => (example, t) => { const j = largest(at(example[rows], t)); return j < 0 ? null : [fieldColour(j), strength(example, t, j), j + 1]; };
+// Each mode: its name, what it shows, and colour, strength (0 to 1) and field of a token.
 const MODES = [
-  ["most influential field", "The field whose removal changes the token's gradient most, in the colour of the field. Full strength: the norm of that change reaches the radius ρ.",
-    (example, t) => { const j = largest(example.energy, t); return j < 0 ? null : [fieldColour(j), Math.min(1, Math.sqrt(example.energy[j][t]) / Math.max(example.rho[t], 1e-9))]; }],
-  ["down-weighted field", "The field with the largest weight α: the target moves to the view without it. Strength: 1 − α of the full view, so only tokens over the radius are coloured.",
-    (example, t) => { const j = largest(example.alpha, t); return j < 0 ? null : [fieldColour(j), 1 - example.alpha_full[t]]; }],
-  ["χ, outside the radius", "The share of the gradient energy outside the radius; 0 for tokens inside.", (example, t) => [ONE_COLOUR, example.chi[t]]],
-  ["η, contraction", "How much the projection shortens the token's step: 1 − η.", (example, t) => [ONE_COLOUR, 1 - example.eta[t]]],
-  ["ρ, the radius", "The student's own uncertainty, which bounds the step. Full strength: ρ of 1 or more.", (example, t) => [ONE_COLOUR, Math.min(1, example.rho[t])]],
+  ["most influential field", "Colour and number: the field whose removal changes the token’s gradient most. Full strength: that change is as long as the radius ρ.",
+    fieldMode("energy", (example, t, j) => Math.sqrt(example.energy[j][t]) / Math.max(example.rho[t], 1e-9))],
+  ["field weighed down", "Colour and number: the field with the largest weight α, away from which the target moves. Strength: 1 − α₀, so that only tokens over the radius are coloured.",
+    fieldMode("alpha", (example, t) => 1 - example.alpha_full[t])],
+  ["χ, outside the radius", "Strength: the share χ of the gradient’s energy outside the radius; 0 for tokens inside.", (example, t) => [ONE_COLOUR, example.chi[t]]],
+  ["η, contraction", "Strength: how much the projection shortens the token’s step, 1 − η.", (example, t) => [ONE_COLOUR, 1 - example.eta[t]]],
+  ["ρ, the radius", "Strength: the student’s own uncertainty ρ, which bounds the step. Full strength: 1 or more.", (example, t) => [ONE_COLOUR, example.rho[t]]],
+];
+const SYMBOLS = [
+  ["ρ", "rho", "Fisher radius: how far the student’s own uncertainty lets the target move this token"],
+  ["‖g‖", "gradient_norm", "length of the gradient that the full feedback asks for; compare with ρ"],
+  ["χ", "chi", "share of that gradient’s energy outside the radius"],
+  ["α₀", "alpha_full", "weight of the view with all fields in the mixed target"],
+  ["η", "eta", "factor by which the mixed target is contracted onto the radius; 1 if it fits"],
+  ["β", "beta", "weight of the token if the answer were right"],
 ];
 
-function currentExample() {
-  return data.attributions[Number(byId("source").value)].examples[Number(byId("example").value)];
-}
+const source = () => data.attributions[Number(byId("source").value)];
+const example = () => source().examples[Number(byId("example").value)];
 
 function drawExample() {
-  const example = currentExample();
-  byId("verdict").textContent = `${example.correct ? "Correct" : "Wrong"}: answered ${example.submitted}, expected ${example.expected}. ` +
-    (example.correct ? "The correct branch weights each token by β; the effect that feedback would have is shown nevertheless." : "The incorrect branch uses χ, α and η.");
-  byId("prompt").textContent = example.prompt;
-  byId("fields").replaceChildren(...example.fields.map((field, index) => {
-    const box = element("div", { class: "field" });
+  const shown = example();
+  byId("question").textContent = shown.question;
+  byId("judged").textContent = `${shown.correct ? "Right" : "Wrong"}: the student answered ${shown.submitted}, expected is ${shown.expected}.` +
+    (shown.correct ? " A right answer is weighted by β; what the feedback would change is shown nevertheless." : "");
+  byId("prompt").textContent = shown.prompt;
+  byId("fields").replaceChildren(...shown.fields.map((field, index) => {
+    const box = element("div", { class: "field" }, element("h4", {}, `${circled(index + 1)} ${field.name}`), element("p", {}, field.text));
     box.style.borderColor = fieldColour(index);
-    box.append(element("h3", {}, `${index + 1}. ${field.name}`), element("p", {}, field.text));
     return box;
   }));
   drawTokens();
 }
 
 function drawTokens() {
-  const example = currentExample();
-  const mode = MODES[Number(byId("mode").value)];
-  byId("mode-text").textContent = mode[1];
-  const place = byId("response");
-  const buttons = example.tokens.map((token, t) => {
+  const shown = example();
+  const [, text, strengthOf] = MODES[Number(byId("mode").value)];
+  byId("mode-text").textContent = text;
+  const first = shown.gradient_norm.indexOf(Math.max(...shown.gradient_norm));
+  const buttons = shown.tokens.map((token, t) => {
     // A line break is shown and breaks the line, which a <button> would not allow. A token without text is shown as ∅.
-    const button = element("span", { role: "button", tabindex: t ? "-1" : "0", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
-    const found = mode[2](example, t);
-    if (found) button.style.background = `color-mix(in srgb, ${found[0]} ${Math.round(60 * Math.min(1, Math.max(0, found[1])))}%, transparent)`;
-    const choose = () => {
+    const button = element("span", { role: "button", tabindex: "-1", "aria-pressed": "false" }, token === "" ? "∅" : token.replace(/\n/g, "↵\n"));
+    const [colour, strength, field] = strengthOf(shown, t) ?? [ONE_COLOUR, 0];
+    if (strength > 0) button.style.background = `color-mix(in srgb, ${colour} ${Math.round(60 * Math.min(1, strength))}%, transparent)`;
+    if (field && strength >= LEAST) button.append(element("sup", {}, circled(field)));
+    const select = () => {
       for (const other of buttons) { other.setAttribute("aria-pressed", String(other === button)); other.tabIndex = other === button ? 0 : -1; }
-      drawNumbers(example, t);
+      drawNumbers(shown, t);
     };
-    button.addEventListener("pointerenter", choose);
-    button.addEventListener("focus", choose);
+    button.addEventListener("pointerenter", select);
+    button.addEventListener("focus", select);
     button.addEventListener("keydown", (event) => {
-      const to = { ArrowLeft: t - 1, ArrowRight: t + 1, Home: 0, End: example.tokens.length - 1 }[event.key];
+      const to = { ArrowLeft: t - 1, ArrowRight: t + 1, Home: 0, End: shown.tokens.length - 1 }[event.key];
       if (to === undefined || !buttons[to]) return;
       event.preventDefault();
       buttons[to].focus();
     });
+    if (t === first) { button.setAttribute("aria-pressed", "true"); button.tabIndex = 0; }
     return button;
   });
-  place.replaceChildren(...buttons);
-  drawNumbers(example, null);
+  byId("response").replaceChildren(...buttons);
+  if (buttons.length) drawNumbers(shown, first);
 }
 
-function drawNumbers(example, t) {
-  const place = byId("numbers");
-  if (t === null) {
-    place.replaceChildren(element("p", { class: "fine" }, "Hover over a token, or move between tokens with the arrow keys, to see its values."));
-    return;
-  }
-  const row = (cells, kind) => {
-    const line = element("tr");
-    cells.forEach((cell, i) => line.append(i ? element(kind, {}, cell) : element("th", { scope: kind === "td" ? "row" : "col" }, cell)));
-    return line;
-  };
-  const table = (head, rows) => {
-    const [box, made, top, body] = [element("div", { class: "scroll" }), element("table"), element("thead"), element("tbody")];
-    top.append(row(head, "th"));
-    body.append(...rows.map((cells) => row(cells, "td")));
-    made.append(top, body);
-    box.append(made);
-    return box;
-  };
-  const exact = (value) => (value === null ? "–" : String(value));
-  const values = ["rho", "gradient_norm", "chi", "alpha_full", "eta", "beta"].map((name) => exact(example[name][t]));
-  place.replaceChildren(
-    table(["token", "ρ", "‖g‖ of the full view", "χ", "α full", "η", "β"], [[JSON.stringify(example.tokens[t]), ...values]]),
-    table(["field", "α, weight of the view without it", "E, energy of its influence"],
-      example.fields.map((field, j) => [field.name, exact(example.alpha[j][t]), exact(example.energy[j][t])])),
+function drawNumbers(shown, t) {
+  byId("numbers").replaceChildren(
+    element("p", {}, "Token ", element("code", {}, JSON.stringify(shown.tokens[t]))),
+    tableOf(["Symbol", "value", "what it means"], SYMBOLS.map(([symbol, name, meaning]) => [symbol, number(shown[name][t]), meaning]), "symbols"),
+    tableOf(["Field", "α", "E"], shown.fields.map((field, j) => [`${circled(j + 1)} ${field.name}`, number(shown.alpha[j][t]), number(shown.energy[j][t])])),
+    element("p", { class: "fine" }, "α: weight of the view without the field in the mixed target. E: energy, the squared length of the change when the field is removed."),
   );
 }
 
-function startAttribution() {
-  if (!data.attributions.length) return;
-  options(byId("source"), data.attributions.map((found) => `${found.run}, step ${found.step}`));
-  options(byId("mode"), MODES.map((mode) => mode[0]));
-  const drawSource = () => {
-    const examples = data.attributions[Number(byId("source").value)].examples;
-    options(byId("example"), examples.map((example) => `${example.uid} (${example.correct ? "correct" : "wrong"})`));
-    const wrong = examples.findIndex((example) => !example.correct);
-    byId("example").value = String(Math.max(0, wrong));
-    drawExample();
-  };
-  byId("source").onchange = drawSource;
-  byId("example").onchange = drawExample;
-  byId("mode").onchange = drawTokens;
-  drawSource();
+function openExample(run, step, uid) {
+  const of = data.attributions.findIndex((found) => found.run === run && found.step === step);
+  options(byId("source"), data.attributions.map((found) => `${found.run}, step ${found.step}`), of);
+  const examples = source().examples;
+  const named = examples.findIndex((found) => found.uid === uid);
+  // The wrong answer with the strongest gradient shows most.
+  const strength = examples.map(({ correct, gradient_norm }) => (correct ? 0 : Math.max(0, ...gradient_norm)));
+  options(byId("example"), examples.map((found) => `${found.uid} (${found.correct ? "right" : "wrong"})`), named >= 0 ? named : largest(strength));
+  drawExample();
 }
 
-startCurves();
-startAttribution();
+function startAttribution() {
+  if (!data.attributions.length) return () => {};
+  const lastOf = (run) => data.attributions.filter((found) => found.run === run).at(-1);
+  const opened = lastOf(data.main) ?? data.attributions.at(-1);
+  const remember = () => choose({ run: source().run, step: source().step, uid: example().uid, mode: byId("mode").value });
+  const everything = () => {
+    options(byId("mode"), MODES.map(([name]) => name), Math.min(MODES.length - 1, Math.trunc(Number(view.get("mode"))) || 0));
+    openExample(view.get("run") ?? opened.run, Number(view.get("step") ?? opened.step), view.get("uid"));
+  };
+  byId("source").onchange = () => { openExample(source().run, source().step, null); remember(); };
+  byId("example").onchange = () => { drawExample(); remember(); };
+  byId("mode").onchange = () => { drawTokens(); remember(); };
+  everything();
+  return everything;
+}
+
+// ---- Rollouts ---------------------------------------------------------------------------------------------------------------
+
+function allRollouts() {
+  const { columns, texts, rows } = data.rollouts;
+  const named = ["uid", "question", "response", "expected", "submitted"];
+  const found = rows.map((row) => {
+    const rollout = Object.fromEntries(columns.map((name, i) => [name, named.includes(name) ? texts[row[i]] : row[i]]));
+    return { ...rollout, run: data.runs[rollout.run], fields: rollout.fields.map(([name, text]) => ({ name: texts[name], text: texts[text] })) };
+  });
+  for (const { run, step, examples } of data.attributions) {
+    for (const shown of examples) {
+      const influence = largest(shown.energy.map((row) => row.reduce((sum, value) => sum + value, 0)));
+      found.push({ ...shown, run: data.runs.find(({ name }) => name === run), kind: "attribution", step, response: shown.tokens.join(""), influence: shown.fields[influence]?.name });
+    }
+  }
+  return found;
+}
+
+function startRollouts() {
+  if (!byId("rollout-run")) return () => {};
+  const rollouts = allRollouts();
+  const KINDS = { "held-out": "evaluation after step", training: "training step", attribution: "attribution, step" };
+  const stepOf = ({ kind, step }) => `${KINDS[kind]} ${step}`;
+  const fields = [...new Set(rollouts.flatMap(({ influence }) => influence ?? []))];
+  const runs = data.runs.filter((run) => rollouts.some((rollout) => rollout.run === run));
+  const RIGHT = ["right and wrong", "right", "wrong"];
+  const PAGE = 20;
+  let steps = [], count = PAGE;
+  const drawList = () => {
+    const [right, field, step] = [Number(byId("rollout-right").value), fields[Number(byId("rollout-field").value) - 1], steps[Number(byId("rollout-step").value) - 1]];
+    const run = runs[Number(byId("rollout-run").value)];
+    const found = rollouts.filter((rollout) => rollout.run === run && (!step || stepOf(rollout) === step) && (!right || rollout.correct === (right === 1)) && (!field || rollout.influence === field));
+    byId("rollout-list").replaceChildren(...found.slice(0, count).map(rolloutBox));
+    byId("rollout-more").hidden = found.length <= count;
+    const known = rollouts.filter(({ influence }) => influence).length;
+    byId("rollout-count").textContent = `${Math.min(count, found.length)} of ${found.length} shown. The page holds ${rollouts.length.toLocaleString("en")} rollouts: those of the first and the last evaluation and of some training steps, as far as there is room. The most influential field is known for ${known}, those of the attribution files.`;
+  };
+  const rolloutBox = (rollout) => {
+    const answer = rollout.correct ? `${rollout.submitted}` : `${rollout.submitted || "no answer"} (expected ${rollout.expected})`;
+    const box = element("details", { class: "rollout" }, element("summary", {},
+      element("span", { class: rollout.correct ? "right" : "wrong", role: "img", "aria-label": rollout.correct ? "right" : "wrong" }, rollout.correct ? "✓" : "✗"),
+      element("span", {}, `step ${rollout.step}`), element("span", {}, rollout.question), element("span", {}, answer)));
+    box.ontoggle = () => {
+      if (!box.open || box.children.length > 1) return;
+      const part = (title, text) => [element("h4", {}, title), element("pre", {}, text)];
+      const parts = element("div", {}, ...part(`Problem ${rollout.uid}`, rollout.question), ...part("Response", rollout.response), ...rollout.fields.flatMap((field) => part(`Feedback, ${field.name}`, field.text)));
+      if (rollout.influence) {
+        const open = element("button", { type: "button" }, `Most influential field: ${rollout.influence}. Show its tokens`);
+        open.onclick = () => { openExample(rollout.run.name, rollout.step, rollout.uid); byId("attribution").scrollIntoView(); };
+        parts.append(open);
+      }
+      box.append(parts);
+    };
+    return box;
+  };
+  const drawSteps = (name) => {
+    const run = runs[Number(byId("rollout-run").value)];
+    steps = [...new Set(rollouts.filter((rollout) => rollout.run === run).map(stepOf))];
+    options(byId("rollout-step"), ["all", ...steps], 1 + steps.indexOf(name));
+  };
+  const remember = () => choose({ of: runs[Number(byId("rollout-run").value)].name, at: steps[Number(byId("rollout-step").value) - 1] ?? null, right: byId("rollout-right").value, field: fields[Number(byId("rollout-field").value) - 1] ?? null });
+  const everything = () => {
+    const chosenRun = runs.findIndex(({ name }) => name === (view.get("of") ?? data.main));
+    options(byId("rollout-run"), runs.map(({ name, label }) => `${label} (${name})`), chosenRun);
+    options(byId("rollout-right"), RIGHT, Math.min(2, Math.trunc(Number(view.get("right"))) || 0));
+    options(byId("rollout-field"), ["any", ...fields], 1 + fields.indexOf(view.get("field")));
+    drawSteps(view.get("at"));
+    drawList();
+  };
+  for (const id of ["run", "step", "right", "field"]) {
+    byId(`rollout-${id}`).onchange = () => { count = PAGE; if (id === "run") drawSteps(null); remember(); drawList(); };
+  }
+  byId("rollout-more").onclick = () => { count += 5 * PAGE; drawList(); };
+  everything();
+  return everything;
+}
+
+// ---- The page ---------------------------------------------------------------------------------------------------------------
+
+async function start() {
+  data = JSON.parse(await unpacked("data"));
+  document.head.append(element("script", {}, await unpacked("library")));
+  readView();
+  const parts = [startCharts(), startAttribution(), startRollouts()];
+  window.addEventListener("hashchange", () => { if (location.hash.includes("=")) { readView(); parts.forEach((draw) => draw()); } });
+  // A link to a section moves there and keeps what is chosen in the address.
+  for (const link of document.querySelectorAll('a[href^="#"]')) {
+    link.addEventListener("click", (event) => {
+      const target = document.querySelector(link.getAttribute("href"));
+      event.preventDefault();
+      choose({ section: target.id });
+      target.scrollIntoView();
+    });
+  }
+  if (view.has("section")) byId(view.get("section"))?.scrollIntoView();
+}
+
+start().catch((error) => {
+  byId("problem").hidden = false;
+  byId("problem").textContent = `The charts cannot be drawn: ${error.message}. This page needs a browser of 2023 or later.`;
+  console.error(error);
+});

@@ -1,12 +1,15 @@
 """The HTML page: one file that works without a server or network access.
 
-Text of models and datasets reaches the page in two ways only: through the template, which escapes it, and as JSON that cannot end
-its element and that the script only ever assigns to `textContent`. The page's policy allows no other script.
+Text of models and datasets reaches the page in two ways only: through the template, which escapes it, and as packed JSON that the
+script assigns to `textContent`, or escapes for the chart library, which reads a few tags in its labels. The page's policy allows two
+scripts by their digests: the page's own and the library.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
+import gzip
 import hashlib
 import json
 import math
@@ -22,15 +25,18 @@ from jinja2.utils import htmlsafe_json_dumps
 from firedistill import __version__
 from firedistill.files import written_at_once
 from firedistill.report import collapse
-from firedistill.report.charts import CHARTS, MEASURES, THINNED, Chart, charts_of, rate_curve
-from firedistill.report.groups import Group, Setting, Study
-from firedistill.report.paired import HEADER, Difference, row
+from firedistill.report.charts import Chart, charts_of
+from firedistill.report.groups import Group, Study
+from firedistill.report.paired import HEADER, Difference, reference_of, row
+from firedistill.report.plots import names, plots_of
 from firedistill.report.read import Run
-from firedistill.report.tables import AccuracyTable, overview
+from firedistill.report.rollouts import questions, rollouts_of
+from firedistill.report.tables import AccuracyTable, differing_settings, overview, without_constants
+from firedistill.report.verdict import Verdict, signed, verdicts
 from firedistill.terminal import shortened, visible
 
-# The chart on which the page marks an event, by the column that shows it.
-CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed([*CHARTS, *MEASURES])} | {"truncated_rate": "response-length"}
+# Groups that are drawn in colour when the page opens.
+MOST_CHOSEN = 6
 # Bytes of attribution files on a page.
 MOST_ATTRIBUTIONS = 32 * 2**20
 # What reading a file of nonsense raises.
@@ -40,17 +46,27 @@ NUMBERS_OF_FIELD = ["alpha", "energy"]
 
 
 def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differences: Sequence[Difference] = ()) -> Path:
-    """Write the page of a study. Attribution files that cannot be read are noted in the study and left out."""
-    attributions = all_attributions(study)
-    drawn = charts_of(study.runs)
-    settings = [
-        {"title": setting.title, "groups": [group_data(setting, group, drawn) for group in setting.groups]}
-        for setting in study.settings
-    ]
-    data = {"charts": charts(study, drawn), "settings": settings, "attributions": attributions, "thinned": THINNED}
+    """Write the page of a study. Files of attribution and rollouts that cannot be read are noted in the study and left out."""
+    found = verdicts(study)
+    data = page_data(study, found)
     folder = resources.files("firedistill.report")
     style, script, template = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
+    library, digest_of_library = packed_library()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["signed"] = signed
+    events = [
+        {
+            "Setting": s.title,
+            "Algorithm": group.label,
+            "Run": run.name,
+            "Step": str(event.step),
+            "Rule": event.rule,
+            "Details": event.text,
+        }
+        for s, group in study.groups
+        for run in group.runs
+        for event in run.events
+    ]
     page = environment.from_string(template).render(
         title=study.title,
         version=__version__,
@@ -58,20 +74,45 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differ
         finished=sum(run.finished for run in study.runs),
         total=len(study.runs),
         notes=study.notes,
-        overview=overview(study),
+        verdicts=found,
+        overview=without_constants(overview(study)),
         tables=tables,
-        differences={"header": HEADER, "rows": [row(difference) for difference in differences]},
-        events=[(s, group, run, event) for s, group in study.groups for run in group.runs for event in run.events],
+        differences=without_constants(
+            [{n or "Judgement": c for n, c in zip(HEADER, row(d), strict=True)} for d in differences]
+        ),
+        differing=differing_settings(study),
+        events=without_constants(events),
         rules=rules(),
-        attributions=len(attributions),
+        attributions=len(data["attributions"]),
+        rollouts=len(data["rollouts"]["rows"]),
         style=style,
         script=script,
-        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        data=safe_json(data),
+        digests=[digest(script), digest_of_library],
+        library=library,
+        data=packed(safe_json(data)),
     )
     with written_at_once(path) as unfinished:
         unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def packed(text: str) -> str:
+    """Text as gzip in base64, for a `<script>` element that is not run: the page's script unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+def digest(script: str) -> str:
+    """The SHA-256 by which a page's policy allows a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+@functools.cache
+def packed_library() -> tuple[str, str]:
+    """plotly.js, packed, and its digest."""
+    from plotly.offline import get_plotlyjs
+
+    library = get_plotlyjs()
+    return packed(library), digest(library)
 
 
 def safe_json(content: Any) -> str:
@@ -82,7 +123,10 @@ def safe_json(content: Any) -> str:
 def finite(content: Any) -> Any:
     """The content with floats rounded to six digits, and None in place of NaN and infinity, which JSON lacks."""
     if isinstance(content, float):
-        return float(f"{content:.6g}") if math.isfinite(content) else None
+        if not math.isfinite(content):
+            return None
+        rounded = float(f"{content:.6g}")
+        return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     return [finite(value) for value in content] if isinstance(content, list | tuple) else content
@@ -97,53 +141,46 @@ def rules() -> list[str]:
 # ---- What the script draws -------------------------------------------------------------------------------------------------
 
 
-def charts(study: Study, drawn: Sequence[Chart]) -> list[dict[str, Any]]:
-    """What the script needs to know of every chart."""
-    shared = " (some runs shared their machine)" if any(run.shared for run in study.runs) else ""
-    described: list[dict[str, Any]] = [
-        {
-            "name": chart.name,
-            "title": chart.title + (shared if chart.x == "cumulative_train_seconds" else ""),
-            "x": chart.x_title,
-            "y": chart.y_title,
-            "log": chart.logarithmic,
-            "spread": chart.spread,
-            "window": chart.window,
-            "steps": chart.over_steps,
-        }
-        for chart in drawn
+def page_data(study: Study, found: Sequence[Verdict]) -> dict[str, Any]:
+    """What the script needs to know."""
+    drawn = charts_of(study.runs)
+    runs = [{"name": run.name, "label": f"{group.label}, seed {run.seed}"} for _, group in study.groups for run in group.runs]
+    return {
+        "settings": [setting_data(verdict, drawn) for verdict in found],
+        "attributions": all_attributions(study),
+        "rollouts": rollouts_of(study.runs, study.notes),
+        "runs": runs,
+        "main": main_run(found),
+    }
+
+
+def setting_data(verdict: Verdict, drawn: Sequence[Chart]) -> dict[str, Any]:
+    plots, constant = plots_of(verdict.setting, drawn)
+    chosen = {id(group) for group in chosen_groups(verdict)}
+    groups = [
+        {"label": group.label, "names": names(group.label), "line": vars(group.line)}
+        | {"chosen": id(group) in chosen, "several": len(group.runs) > 1}
+        for group in verdict.setting.groups
     ]
-    if any(group.factor != 1 for _, group in study.groups):
-        rates = {"name": "learning-rates", "title": "Learning rates", "x": "peak learning rate", "y": "final accuracy (%)"}
-        described.append(rates | {"log": False, "xlog": True, "spread": "± sample standard deviation"})
-    return described
+    return {"title": verdict.setting.title, "groups": groups, "plots": plots, "constant": constant}
 
 
-def group_data(setting: Setting, group: Group, drawn: Sequence[Chart]) -> dict[str, Any]:
-    curves = {chart.name: vars(chart.curve(group.runs)) for chart in drawn}
-    if group.factor == 1 and len(sweep := setting.sweep(group)) > 1:
-        curves["learning-rates"] = vars(rate_curve(sweep))
-    return {
-        "label": group.label,
-        "colour": group.colour,
-        "broken": group.broken,
-        "compared": group.factor == 1,
-        "curves": curves,
-        "runs": [run_data(run, drawn) for run in group.runs],
-    }
+def chosen_groups(verdict: Verdict) -> list[Group]:
+    """The groups that are drawn in colour when the page opens: all, or the best, the reference, what collapsed, and others."""
+    groups = verdict.candidates if len(verdict.candidates) > 1 else verdict.setting.groups
+    if len(groups) <= MOST_CHOSEN:
+        return groups
+    first = [group for group in (verdict.best, reference_of(verdict.setting)) if group]
+    plain = [group for group in groups if group.method == "full_context"]
+    fallen = [group for group, _ in verdict.collapsed if group in groups]
+    return list({id(group): group for group in [*first, *plain, *fallen, *groups]}.values())[:MOST_CHOSEN]
 
 
-def run_data(run: Run, drawn: Sequence[Chart]) -> dict[str, Any]:
-    curves = [(chart, chart.points(run)) for chart in drawn]
-    return {
-        "name": run.name,
-        "seed": run.seed,
-        "points": {chart.name: {"x": points.x, "mean": points.mean, "of": points.of} for chart, points in curves},
-        "events": [
-            {"chart": CHART_OF_COLUMN[event.key], "step": event.step, "rule": event.rule, "text": event.text}
-            for event in run.events
-        ],
-    }
+def main_run(found: Sequence[Verdict]) -> str:
+    """The name of the run with which the views of single runs open: of the reference if it has attribution data, else of the best."""
+    groups = [group for verdict in found for group in (reference_of(verdict.setting), verdict.best) if group]
+    runs = [run for group in groups for run in [*group.finished, *group.runs]]
+    return next((run.name for run in runs if (run.folder / "attribution").is_dir()), runs[0].name)
 
 
 # ---- Attribution -----------------------------------------------------------------------------------------------------------
@@ -155,6 +192,9 @@ def all_attributions(study: Study) -> list[dict[str, Any]]:
     attributions = []
     for run in study.runs:
         found, size = attributions_of(run, study.notes, room)
+        question = questions(example["prompt"] for of_step in found for example in of_step["examples"])
+        for example in (example for of_step in found for example in of_step["examples"]):
+            example["question"] = question[example["prompt"]]
         attributions += found
         room -= size
     return attributions

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +25,8 @@ from firedistill.terminal import shortened, visible
 RESAMPLES, COVERAGE = 10_000, 0.95
 # Resamples at a time, so that their weights do not fill the memory.
 BLOCK = 500
-# Greedy answers after the last step, and samples where there are some.
-KINDS = {"eval": "greedy", "sampled": "sampled"}
+# Greedy answers after the last step, and samples where there are some: what their files are called.
+KINDS = {"greedy": "eval", "sampled": "sampled"}
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,12 @@ def paired_differences(study: Study) -> list[Difference]:
 
     Answers that cannot be read are noted in the study. Groups without a common seed are left out.
     """
-    found = []
-    for setting in study.settings:
-        reference = reference_of(setting)
-        for prefix, kind in KINDS.items():
-            answers = {id(group): answers_of(group, prefix, study.notes) for group in setting.groups}
-            for group in setting.groups:
-                if group is not reference:
-                    compared = compare(answers[id(group)], answers[id(reference)])
-                    if compared is not None:
-                        found.append(Difference(setting.title, kind, group.label, reference.label, *compared))
-    return found
+    return [
+        difference
+        for setting in study.settings
+        for kind in KINDS
+        for difference in differences_from(setting, reference_of(setting), kind, study.notes)
+    ]
 
 
 def reference_of(setting: Setting) -> Group:
@@ -97,17 +94,44 @@ def reference_of(setting: Setting) -> Group:
     return next((group for group in groups if group.method == "fire"), groups[0])
 
 
-def answers_of(group: Group, prefix: str, notes: list[str]) -> dict[int, dict[str, float]]:
+def differences_from(setting: Setting, reference: Group, kind: str, notes: list[str]) -> list[Difference]:
+    """All other groups of a setting against one of them, on answers of a kind of KINDS."""
+    theirs = answers_of(reference, kind, notes)
+    paired = [(group, pairs(answers_of(group, kind, notes), theirs)) for group in setting.groups if group is not reference]
+    paired = [(group, by_seed) for group, by_seed in paired if by_seed]
+    sums = [totals(by_seed) for _, by_seed in paired]
+    intervals = bootstrap_intervals(sums)
+    return [
+        Difference(
+            setting.title,
+            kind,
+            group.label,
+            reference.label,
+            float(total.sum() / count.sum()),
+            *interval,
+            {seed: fmean(of_seed.values()) for seed, of_seed in by_seed.items()},
+            len(total),
+        )
+        for (group, by_seed), (total, count), interval in zip(paired, sums, intervals, strict=True)
+    ]
+
+
+Answers = dict[int, dict[str, float]]
+
+
+def answers_of(group: Group, kind: str, notes: list[str]) -> Answers:
     """The share of correct answers to each problem after the last step, by seed and uid; of the finished runs."""
-    found = {}
-    for run in group.finished:
-        if answers := answers_of_run(run, prefix, notes):
-            found[run.seed] = answers
-    return found
+    return {run.seed: answers for run in group.finished if (answers := answers_of_run(run, kind, notes))}
 
 
-def answers_of_run(run: Run, prefix: str, notes: list[str]) -> dict[str, float]:
-    path = run.folder / "rollouts" / f"{prefix}_{run.max_steps:06d}.parquet"
+def answers_of_run(run: Run, kind: str, notes: list[str]) -> dict[str, float]:
+    """Read once per run."""
+    if kind not in run.answers:
+        run.answers[kind] = read_answers(run.folder / "rollouts" / f"{KINDS[kind]}_{run.max_steps:06d}.parquet", notes)
+    return run.answers[kind]
+
+
+def read_answers(path: Path, notes: list[str]) -> dict[str, float]:
     if not path.is_file():
         return {}
     try:
@@ -123,45 +147,44 @@ def answers_of_run(run: Run, prefix: str, notes: list[str]) -> dict[str, float]:
     return {uid: sum(values) / len(values) for uid, values in totals.items()}
 
 
-def compare(
-    answers: dict[int, dict[str, float]], reference: dict[int, dict[str, float]]
-) -> tuple[float, float, float, dict[int, float], int] | None:
-    """Mean difference, the ends of its interval, the differences by seed, and the number of problems; None without common answers."""
-    pairs = {
+def pairs(answers: Answers, reference: Answers) -> Answers:
+    """The differences in percentage points, by seed and problem that both have."""
+    found = {
         seed: {uid: 100 * (answers[seed][uid] - reference[seed][uid]) for uid in answers[seed] if uid in reference[seed]}
         for seed in sorted(answers.keys() & reference.keys())
     }
-    pairs = {seed: of_seed for seed, of_seed in pairs.items() if of_seed}
-    if not pairs:
-        return None
-    problems = list(dict.fromkeys(uid for of_seed in pairs.values() for uid in of_seed))
-    place = {uid: position for position, uid in enumerate(problems)}
-    sums, counts = np.zeros(len(problems)), np.zeros(len(problems))
-    for of_seed in pairs.values():
+    return {seed: of_seed for seed, of_seed in found.items() if of_seed}
+
+
+def totals(by_seed: Answers) -> tuple[ndarray, ndarray]:
+    """Sum and number of the differences of each problem, over seeds."""
+    found: dict[str, list[float]] = {}
+    for of_seed in by_seed.values():
         for uid, difference in of_seed.items():
-            sums[place[uid]] += difference
-            counts[place[uid]] += 1
-    low, high = bootstrap_interval(sums, counts)
-    by_seed = {seed: float(np.mean(list(of_seed.values()))) for seed, of_seed in pairs.items()}
-    return float(sums.sum() / counts.sum()), low, high, by_seed, len(problems)
+            found.setdefault(uid, []).append(difference)
+    return np.array([sum(values) for values in found.values()]), np.array([float(len(values)) for values in found.values()])
 
 
-def bootstrap_interval(
-    sums: ndarray, counts: ndarray, resamples: int = RESAMPLES, coverage: float = COVERAGE
-) -> tuple[float, float]:
-    """Percentile interval of `sum(sums) / sum(counts)` when problems are drawn with replacement; the same for the same values.
+def bootstrap_intervals(
+    totals: Sequence[tuple[ndarray, ndarray]], resamples: int = RESAMPLES, coverage: float = COVERAGE
+) -> list[tuple[float, float]]:
+    """Percentile intervals of `sum(sums) / sum(counts)` when problems are drawn with replacement; the same for the same values.
 
     Args:
-        sums, counts: `[P]` per problem, over its seeds.
+        totals: pairs of sums and counts, `[P]` per problem. Pairs with the same P share their draws.
     """
-    generator = np.random.default_rng(0)
-    problems, estimates = len(sums), []
-    for start in range(0, resamples, BLOCK):
-        size = min(BLOCK, resamples - start)
-        weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=size)
-        estimates.append(weights @ sums / (weights @ counts))
-    low, high = np.quantile(np.concatenate(estimates), [(1 - coverage) / 2, (1 + coverage) / 2])
-    return float(low), float(high)
+    found: dict[int, tuple[float, float]] = {}
+    for problems in {len(sums) for sums, _ in totals}:
+        places = [place for place, (sums, _) in enumerate(totals) if len(sums) == problems]
+        sums, counts = (np.stack([totals[place][side] for place in places], axis=1) for side in (0, 1))
+        generator, estimates = np.random.default_rng(0), []
+        for start in range(0, resamples, BLOCK):
+            size = min(BLOCK, resamples - start)
+            weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=size).astype(float)
+            estimates.append(weights @ sums / (weights @ counts))
+        ends = np.quantile(np.concatenate(estimates), [(1 - coverage) / 2, (1 + coverage) / 2], axis=0)
+        found |= dict(zip(places, zip(*ends.tolist(), strict=True), strict=True))
+    return [found[place] for place in range(len(totals))]
 
 
 def sentences(differences: Iterable[Difference]) -> Sequence[str]:

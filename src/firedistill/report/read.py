@@ -38,6 +38,7 @@ class Run:
         variant: the learning-rate variant that a suite gives the run, "" for the comparison; None outside of suites.
         shared: whether another run of its suite was active on the same machine at the same time.
         notes: what was left out of its files.
+        answers: the share of right answers to each problem after the last step, by kind of answer, once they have been read.
 
     Raises:
         ValueError: a setting that the report computes with is missing or out of range.
@@ -51,6 +52,7 @@ class Run:
     variant: str | None = None
     notes: list[str] = field(default_factory=list)
     shared: bool = False
+    answers: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = shown(self.name)

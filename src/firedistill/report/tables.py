@@ -11,9 +11,19 @@ from statistics import fmean, stdev
 import numpy as np
 import pandas as pd
 
-from firedistill.report.groups import Group, Setting, Study, partition, short_model, task_title
+from firedistill.report.charts import CHARTS, Chart, charts_of
+from firedistill.report.groups import (
+    DEFAULTS,
+    Group,
+    Setting,
+    Study,
+    makes_a_difference,
+    partition,
+    short_model,
+    task_title,
+)
 from firedistill.report.log import CUMULATIVE
-from firedistill.report.read import Run
+from firedistill.report.read import Run, shown
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
@@ -177,10 +187,11 @@ def overview(study: Study) -> list[dict[str, str]]:
 
     A row covers the finished runs of its group, or all of them if none is finished; "Went wrong" always covers all.
     """
-    return [overview_row(setting, group) for setting, group in study.groups]
+    measures = [chart for chart in charts_of(study.runs) if chart not in CHARTS and not chart.over_steps]
+    return [overview_row(setting, group, measures) for setting, group in study.groups]
 
 
-def overview_row(setting: Setting, group: Group) -> dict[str, str]:
+def overview_row(setting: Setting, group: Group, measures: Sequence[Chart]) -> dict[str, str]:
     runs = group.finished or group.runs
     norms = np.concatenate([run.metrics.column("grad_norm")[1] for run in runs])
     initial = [100 * run.evaluations["accuracy"][0] for run in runs if len(run.evaluations) and not run.evaluations["step"][0]]
@@ -192,6 +203,12 @@ def overview_row(setting: Setting, group: Group) -> dict[str, str]:
         "Runs finished": f"{len(group.finished)} of {len(group.runs)}",
         "Accuracy at step 0 (%)": spread(initial, ".2f"),
         "Final accuracy (%)": spread(group.finals(), ".2f"),
+        **{
+            f"{chart.title} ({chart.unit})": spread(
+                [chart.y_factor * run.final(chart.y) for run in group.finished], ".2f" if chart.held_out else ".3g"
+            )
+            for chart in measures
+        },
         "Went wrong": ", ".join(f"{rule} in {count} of {len(group.runs)}" for rule, count in wrong.items()) or "–",
         "Gradient norm, median": f"{np.median(norms):.3g}" if len(norms) else "–",
         "Gradient norm, maximum": f"{np.max(norms):.3g}" if len(norms) else "–",
@@ -217,6 +234,34 @@ def spread(values: Sequence[float], form: str) -> str:
         return "–"
     mean, deviation = mean_and_deviation(values)
     return format(mean, form) + (f" ± {format(deviation, form)}" if len(values) > 1 else "")
+
+
+def without_constants(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """Rows without the columns that have the same text in all of several rows, and these columns."""
+    same = {name: rows[0][name] for name in rows[0] if len({row[name] for row in rows}) == 1} if len(rows) > 1 else {}
+    return [{name: text for name, text in row.items() if name not in same} for row in rows], same
+
+
+def differing_settings(study: Study) -> list[tuple[str, bool, list[tuple[str, str]]]]:
+    """The settings in which groups differ, besides model, task and method.
+
+    Returns:
+        Of each setting its name, whether it can change results, and its values with the groups that have them.
+    """
+    found = []
+    several = len(study.settings) > 1
+    of_group = {
+        f"{setting.title}: {group.label}" if several else group.label: DEFAULTS | group.runs[0].config
+        for setting, group in study.groups
+    }
+    for name in dict.fromkeys(name for config in of_group.values() for name in config):
+        if name not in ("model", "task", "method", "seed", "output_dir"):
+            values = partition(of_group, lambda label: shown(of_group[label].get(name)))  # noqa: B023
+            if len(values) > 1:
+                found.append(
+                    (shown(name), makes_a_difference(name), [(value, ", ".join(labels)) for value, labels in values.items()])
+                )
+    return sorted(found, key=lambda setting: not setting[1])
 
 
 # ---- Formats ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""The answer of a report: which group is best, what collapsed, and what cannot be told apart."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from firedistill.report.collapse import COLLAPSES
+from firedistill.report.groups import Group, Setting, Study
+from firedistill.report.intervals import Estimate, estimate
+from firedistill.report.paired import Difference, differences_from, reference_of
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runs of a setting show.
+
+    Attributes:
+        candidates: the groups that can be the best: those that are compared, at their common rate; all groups if only one is compared.
+        best: the candidate with the highest mean accuracy, of equal ones the reference; None if no run is finished.
+        ties: the labels of all candidates with that mean.
+        final, sampled: its greedy and its sampled accuracy.
+        first: its accuracy before the first step, in percent.
+        level: candidates whose difference from the best one has an interval that covers 0.
+        behind: the differences of those whose interval does not.
+        unknown: candidates that share no answers with the best one.
+        collapsed: groups with runs that collapsed, and for each of them what happened, in words.
+    """
+
+    setting: Setting
+    candidates: list[Group]
+    best: Group | None
+    ties: list[str]
+    final: Estimate | None
+    sampled: Estimate | None
+    first: float | None
+    level: list[Difference]
+    behind: list[Difference]
+    unknown: list[Group]
+    collapsed: list[tuple[Group, str]]
+
+    @property
+    def sentence(self) -> str:
+        """The first line of a report."""
+        if self.best is None or self.final is None:
+            return "No run is finished yet, so no method can be called the best."
+        verb = "solves" if len(self.ties) == 1 else "each solve"
+        solved = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems after training"
+        if len(self.candidates) == 1:
+            gain = f", {signed(self.final.mean - self.first)} points since step 0" if self.first is not None else ""
+            return f"{solved}{gain}."
+        rivals = f", the most of {len(self.candidates)} {self.kind}"
+        level = [difference.label for difference in self.level if difference.label not in self.ties]
+        if len(level) > 3 and not self.behind and not self.unknown:
+            return f"{solved}{rivals}, but none of the others can be told apart from that."
+        if level:
+            return f"{solved}{rivals}; {listed(level)} cannot be told apart from that."
+        if self.unknown:
+            return f"{solved}{rivals}; whether the difference is more than chance is not known without saved answers."
+        if len(self.behind) == 1:
+            return f"{solved}{rivals}; {self.behind[0].label} is behind by more than chance."
+        return f"{solved}{rivals}; the others are behind by more than chance." if self.behind else f"{solved}{rivals}."
+
+    @property
+    def kind(self) -> str:
+        return "methods" if len({group.method for group in self.candidates}) == len(self.candidates) else "groups"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """`A, B and C`; `A, B and 4 others`."""
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} others"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def signed(points: float) -> str:
+    """`+1.5`, or `−1.5` with a minus sign."""
+    return f"{points:+.1f}".replace("-", "−")
+
+
+def verdicts(study: Study) -> list[Verdict]:
+    """One for each setting of a study."""
+    return [verdict_of(setting, study.notes) for setting in study.settings]
+
+
+def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
+    candidates = setting.compared if len(setting.compared) > 1 else setting.groups
+    finals = {id(group): found for group in candidates if (found := estimate(group))}
+    candidates = [group for group in candidates if id(group) in finals] or candidates
+    highest = max((round(found.mean, 2) for found in finals.values()), default=None)
+    first = [group for group in candidates if id(group) in finals and round(finals[id(group)].mean, 2) == highest]
+    reference = reference_of(setting)
+    best = reference if any(group is reference for group in first) else next(iter(first), None)
+    collapsed = [(group, text) for group in setting.groups if (text := collapse_of(group))]
+    if best is None:
+        return Verdict(setting, candidates, None, [], None, None, None, [], [], [], collapsed)
+    labels = {group.label for group in candidates}
+    compared = [d for d in differences_from(setting, best, "greedy", notes) if d.label in labels]
+    known = {best.label, *(difference.label for difference in compared)}
+    before = [100 * run.evaluations["accuracy"][0] for run in best.finished if not run.evaluations["step"][0]]
+    return Verdict(
+        setting,
+        candidates,
+        best,
+        [group.label for group in first],
+        finals[id(best)],
+        estimate(best, "sampled_accuracy"),
+        sum(before) / len(before) if before else None,
+        sorted((d for d in compared if not d.told_apart), key=lambda d: -d.mean),
+        sorted((d for d in compared if d.told_apart), key=lambda d: -d.mean),
+        [group for group in candidates if group.label not in known],
+        collapsed,
+    )
+
+
+def collapse_of(group: Group) -> str:
+    """`sampling drop in 2 of 3 seeds, from step 87`; empty if no run of the group collapsed."""
+    events = [(run, event) for run in group.runs for event in run.events if event.rule in COLLAPSES]
+    rules = Counter(rule for _, rule in dict.fromkeys((id(run), event.rule) for run, event in events))
+    steps = {rule: min(event.step for _, event in events if event.rule == rule) for rule in rules}
+    where = "" if len(group.runs) == 1 else " in {} of " + f"{len(group.runs)} seeds"
+    return "; ".join(f"{rule}{where.format(count)}, from step {steps[rule]}" for rule, count in rules.items())
