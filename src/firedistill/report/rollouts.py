@@ -57,7 +57,7 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
             try:
                 found = read_rollouts(path, steps)
             except UNREADABLE as error:
-                problem = shortened(visible(f"{type(error).__name__} {error}"))
+                problem = shortened(visible(" ".join(f"{type(error).__name__} {error}".split())))
                 notes.append(f"{shown(path)} is left out of the browser of rollouts: {problem}")
                 continue
             total += len(found)
