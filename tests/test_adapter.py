@@ -201,6 +201,19 @@ def test_operators_per_layer():
     assert operators_per_layer(fused=True) <= 50 and operators_per_layer(fused=False) == 80
 
 
+def test_recomputing_a_layer_ends_before_its_last_product():
+    counts = []
+    for checkpointing in (False, True):
+        model = adapted()
+        if checkpointing:
+            enable_checkpointing(model)
+        states = last_hidden_states(model, IDS)
+        with Operators() as operators:
+            states.sum().backward()
+        counts.append(operators.count["addmm_"])
+    assert counts == [0, 2 * 6], "two layers with seven projections each"
+
+
 def kept_bytes(model) -> int:
     """Memory of activations that a forward pass keeps for the backward pass."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}

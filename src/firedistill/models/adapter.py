@@ -4,11 +4,13 @@ peft converts the input of every adapted layer to float32, and multiplies, scale
 most of the elementwise traffic of a forward pass and a large part of what is kept for the backward pass. `compute_in_base_dtype`
 makes it
 
-    out = x W^T
     h = x A^T
-    out += s h B^T        (one fused operator)
+    out = s h B^T
+    out += x W^T          (one fused operator)
 
 - The factors stay float32. A forward pass rounds all of them to the base's type in one operator; gradients reach the float32 factors.
+- The product with the base comes last. Nothing of the last layer of a block is saved after it, so that recomputing a block
+  (activation checkpointing) ends before the largest product of that layer.
 - Layers that read the same input (q, k, v; gate, up) share one product `x [A_q; A_k; A_v]^T` and one saved input.
 - peft's own arithmetic runs wherever inputs and factors have the same type (a float32 base), and for everything but plain LoRA.
 """
@@ -70,11 +72,12 @@ class SharedInput:
         if args or kwargs or not self.computes(x.dtype, x.device):
             return type(layer).forward(layer, x, *args, **kwargs)
         product, second = self.product(index, x)
-        base = layer.base_layer
-        out = base(x.reshape(-1, x.shape[-1]))
-        # What a plain linear layer returns is new memory; bitsandbytes may return a view.
-        add = out.addmm_ if type(base) is nn.Linear else out.addmm
-        out = add(product, second.t(), alpha=layer.scaling[layer.active_adapters[0]])
+        base, rows, scale = layer.base_layer, x.reshape(-1, x.shape[-1]), layer.scaling[layer.active_adapters[0]]
+        if type(base) is not nn.Linear or base._forward_hooks or base._forward_pre_hooks:
+            out = base(rows).addmm(product, second.t(), alpha=scale)
+        else:  # with beta 0, the values of the first argument are not read
+            start, beta = (base.weight.t()[:1], 0) if base.bias is None else (base.bias, 1)
+            out = torch.addmm(start, product, second.t(), beta=beta, alpha=scale).addmm_(rows, base.weight.t())
         return out.view(*x.shape[:-1], -1)
 
     def computes(self, dtype: torch.dtype, device: torch.device) -> bool:

@@ -125,9 +125,10 @@ class GrowingBatch:
     """
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[list[int]], sampling: Sampling, uniforms: Tensor, pad_id: int):
-        self.model, self.sampling, self.uniforms, self.cache = model, sampling, uniforms.to(model.device), roomy_cache(model)
+        self.model, self.sampling, self.uniforms = model, sampling, uniforms.to(model.device)
         self.steps = self.length = 0
         read = Prompts(prompts, pad_id, model.device)
+        self.cache = roomy_cache(model, read.mask.shape[-1] + uniforms.shape[-1])
         room = read.mask.new_ones(len(read.mask), uniforms.shape[-1])
         self.mask = torch.cat([read.mask, room], -1)
         self.positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
@@ -182,12 +183,20 @@ class GrowingBatch:
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values `[B, heads, length, size]` as views of larger buffers, so that a token is written in place."""
+    """Keys and values `[B, heads, length, size]` as views of larger buffers, so that a token is written in place.
 
-    ROOM = 128
+    Args:
+        longest: the length that is never exceeded.
+    """
+
+    ROOM = 128  # tokens by which the buffers grow
 
     keys: Tensor  # from the first `update` on
     values: Tensor
+
+    def __init__(self, longest: int):
+        super().__init__()
+        self.longest = longest
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -196,8 +205,9 @@ class RoomyLayer(DynamicLayer):
         start = self.get_seq_length()
         end = start + key_states.shape[-2]
         if end > (self.buffers[0].shape[-2] if start else 0):
+            room = max(end, min(end + self.ROOM, self.longest))
             self.buffers = [
-                torch.cat([old, new.new_empty(*new.shape[:-2], end - start + self.ROOM, new.shape[-1])], -2)
+                torch.cat([old, new.new_empty(*new.shape[:-2], room - start, new.shape[-1])], -2)
                 for old, new in ((self.keys, key_states), (self.values, value_states))
             ]
         for buffer, new in zip(self.buffers, (key_states, value_states), strict=True):
@@ -211,8 +221,8 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :length, :] for buffer in self.buffers)
 
 
-def roomy_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache; layers with a sliding window keep the class that `transformers` gives them."""
+def roomy_cache(model: PreTrainedModel, longest: int) -> DynamicCache:
+    """An empty cache for up to `longest` tokens; layers with a sliding window keep the class that `transformers` gives them."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [RoomyLayer(longest) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

@@ -62,8 +62,9 @@ def draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Te
     """
     if sampling.temperature == 0:
         return scores.argmax(-1)
-    weights, tokens, complete, finite = candidates(scores / sampling.temperature, sampling, max(width, sampling.top_k + 1))
-    cumulated = weights.cumsum(-1)
+    scores = scores if sampling.temperature == 1 else scores / sampling.temperature
+    weights, tokens, complete, finite = candidates(scores, sampling, max(width, sampling.top_k + 1))
+    cumulated = weights.cumsum_(-1)
     total = cumulated[:, -1:]
     # The first entry above the threshold, which is below the total: never a token of weight zero.
     threshold = torch.minimum((uniforms.unsqueeze(-1) * total.double()).long(), total - 1)
@@ -88,12 +89,12 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
     best = scores.amax(-1, keepdim=True)
     finite = best.squeeze(-1).isfinite()  # the largest score is NaN if any is, and the others are at most it
     if sampling.top_k == 0 and sampling.top_p >= 1:
-        weights = ((scores - best).exp().double() * UNIT).long()
+        weights = (scores - best).exp_().double().mul_(UNIT).long()
         tokens = torch.arange(vocabulary, device=scores.device).expand_as(scores)
         return weights, tokens, torch.ones_like(finite), finite
     width = min(width, vocabulary)
     values, tokens = scores.topk(width)
-    weights = ((values - best).exp().double() * UNIT).long()
+    weights = (values - best).exp_().double().mul_(UNIT).long()
     if sampling.top_k > 0:
         kth = values[:, min(sampling.top_k, width) - 1, None]
         allowed = values >= kth  # with all that tie with the k-th
