@@ -1,0 +1,52 @@
+"""docs/results.md holds the numbers of docs/studies, and differences are those of a literal bootstrap."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.append(str(DOCS))
+
+import studies  # noqa: E402
+
+
+def test_the_tables_of_the_page_are_those_of_the_runs():
+    text = (DOCS / "results.md").read_text(encoding="utf-8")
+    assert text.count("<!-- table ") >= 2 and studies.with_tables(text) == text
+
+
+def test_a_row_agrees_with_its_answers():
+    for path in (DOCS / "studies").glob("*.csv"):
+        rows = pd.read_csv(path)
+        for kind, column in (("greedy", "accuracy"), ("sampled", "sampled_accuracy")):
+            found = studies.matrix(rows, kind).mean(axis=1).to_numpy() / 100
+            np.testing.assert_allclose(found, rows[column], atol=1e-5)
+
+
+def rows_of(answers: dict[int, str]) -> pd.DataFrame:
+    return pd.DataFrame({"seed": list(answers), "greedy": ["=" + text for text in answers.values()]})
+
+
+def test_differences_are_paired_by_seed_and_problem():
+    mean, low, high, by_seed = studies.difference(
+        rows_of({0: "1110", 1: "1010", 3: "0000"}), rows_of({1: "1000", 0: "1100", 2: "1111"}), "greedy"
+    )
+    assert by_seed == [25.0, 25.0] and mean == 25.0
+    # Both seeds differ on the third problem only, which a draw of four problems holds 0 to 4 times.
+    assert low == 0.0 and high == pytest.approx(75.0)
+
+
+def test_the_interval_covers_seeds_and_problems():
+    draw = np.random.default_rng(1)
+    answers = {seed: "".join(map(str, draw.integers(0, 2, 30))) for seed in range(5)}
+    reference = {seed: "".join(map(str, draw.integers(0, 2, 30))) for seed in range(5)}
+    mean, low, high, _ = studies.difference(rows_of(answers), rows_of(reference), "greedy")
+    apart = 100 * np.array([[int(a) - int(b) for a, b in zip(answers[s], reference[s], strict=True)] for s in range(5)])
+    drawn = [apart[draw.integers(0, 5, 5)][:, draw.integers(0, 30, 30)].mean() for _ in range(20_000)]
+    assert mean == pytest.approx(apart.mean())
+    assert [low, high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=1.5)
