@@ -570,10 +570,10 @@ def test_objects_are_recorded_as_such(tmp_path, capsys):
     with pytest.raises(ValueError, match="answer, bad_rows: a task that is a ToyTask says itself"):
         run_trainer(checkpoint, tmp_path / "c", answer="exact", bad_rows="skip")
     other = run_trainer(checkpoint, tmp_path / "b", task=ROWS, answer="exact", eval_size=2, max_steps=1)
-    assert other.args.task == "object:list" and other.args.model == checkpoint
+    assert other.args.task == "object:data" and other.args.model == checkpoint
     other.train()
     assert main(["eval", str(tmp_path / "b")]) == 2
-    assert "the task of this run was a Python object (list)" in capsys.readouterr().err
+    assert "the task of this run was a Python object (data)" in capsys.readouterr().err
 
 
 # Async methods

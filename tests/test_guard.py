@@ -394,7 +394,7 @@ def test_examples_from_an_iterator_and_more_than_requested(caplog):
         (None, "returned a NoneType, expected a list of Example"),
         ({"a": EXAMPLE}, "returned a dict"),
         ("text", "returned a str"),
-        ([EXAMPLE, {"uid": "a"}], "entry 1 is a dict, expected Example"),
+        ([EXAMPLE, 7], "entry 1 is a int, expected Example"),
         ([("a", "b", "c")], "entry 0 is a tuple"),
         ([FIELDS[0]], "entry 0 is a FeedbackField"),
         ((1 / 0 for _ in "a"), "raised ZeroDivisionError: division by zero"),

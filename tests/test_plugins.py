@@ -159,21 +159,21 @@ def test_the_command_line_trains_with_a_plugin(installed, tmp_path, capsys):
 
 
 def test_a_method_in_a_file_or_in_the_working_folder(tmp_path, monkeypatch):
-    (tmp_path / "of_mine.py").write_text(METHODS)
+    (tmp_path / "my_plugin_methods.py").write_text(METHODS)
     (tmp_path / "fails.py").write_text("1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    for name in ("of_mine:Calm", "./of_mine.py:Calm", f"{tmp_path}/of_mine.py:Calm"):
+    for name in ("my_plugin_methods:Calm", "./my_plugin_methods.py:Calm", f"{tmp_path}/my_plugin_methods.py:Calm"):
         assert load_objective(name, {"patience": 3}).patience == 3.0
-    sys.modules.pop("of_mine")
+    sys.modules.pop("my_plugin_methods")
     for name, message in (
-        ("of_mine:Clam", "of_mine has no Clam; did you mean Calm"),
+        ("my_plugin_methods:Clam", "my_plugin_methods has no Clam; did you mean Calm"),
         ("./nowhere.py:Calm", "there is no file .*nowhere.py"),
         ("fails:Calm", "importing fails raised ZeroDivisionError"),
-        ("of_mine:dataclass", "is not a subclass of firedistill.objectives.Objective"),
+        ("my_plugin_methods:dataclass", "is not a subclass of firedistill.objectives.Objective"),
     ):
         with pytest.raises(ValueError, match=message):
             load_objective(name)
-    sys.modules.pop("of_mine")
+    sys.modules.pop("my_plugin_methods")
 
 
 def test_a_method_of_ones_own_cannot_take_a_built_in_name():
