@@ -210,7 +210,7 @@ def test_draws_add_integers_only(sampling):
     scores, uniforms = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)), torch.rand(4, dtype=torch.float64)
     with Operations() as operations:
         tokens = choose_tokens(scores, sampling, uniforms)
-    assert {dtype for name, dtype in operations.found if name == "cumsum"} == {torch.int64}
+    assert {dtype for name, dtype in operations.found if name.startswith("cumsum")} == {torch.int64}
     assert torch.equal(draw(scores, sampling, uniforms, 500), tokens) and CANDIDATES < 500
 
 
