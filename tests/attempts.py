@@ -31,7 +31,7 @@ import firedistill.cli.suite
 import firedistill.cli.train  # noqa: F401
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
-from firedistill.objectives import registered_objectives
+from firedistill.cli.names import method_names
 from firedistill.recipes import build_config
 from firedistill.suites import run as suite_run
 from firedistill.terminal import quiet_libraries
@@ -48,7 +48,7 @@ blocks:
   - recipes: [recipe.yaml]
     methods: [fire, full_context]
 """
-METHODS = [name for name in registered_objectives() if name != "supervised"]
+METHODS = sorted(method_names() - {"supervised"})
 
 
 def start_server(**environment: str) -> None:
