@@ -237,9 +237,16 @@ def described(values: Mapping[str, Any]) -> str:
     names = [name for name in values if name not in ("learning_rate", "nominal_learning_rate")]
     if "nominal_learning_rate" in values and "learning_rate" not in values:
         names.append("nominal_learning_rate")
-    return ", ".join(
-        f"{name} {values[name]:g}" if isinstance(values[name], float) else shown(f"{name} {values[name]}") for name in names
-    )
+    return ", ".join(filter(None, (setting_text(name, values[name]) for name in names)))
+
+
+def setting_text(name: str, value: Any) -> str:
+    """`policy_step_radius 0.0001`; of a mapping its entries, `attribution, projection False`; empty for none."""
+    if isinstance(value, Mapping):
+        return ", ".join(setting_text(str(key), entry) for key, entry in value.items())
+    if value is None:
+        return ""
+    return f"{name} {value:g}" if isinstance(value, float) else shown(name if value is True else f"{name} {value}")
 
 
 def assign_lines(groups: Sequence[Group]) -> None:
