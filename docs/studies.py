@@ -61,7 +61,7 @@ def collect(suite: Path) -> pd.DataFrame:
         row |= {"marked": "; ".join(sorted({event.rule for event in run.events}))}
         row |= {"greedy": answers(run.folder, "eval", run.max_steps), "sampled": answers(run.folder, "sampled", run.max_steps)}
         rows.append(row)
-    return pd.DataFrame(rows).sort_values(KEYS, kind="stable")
+    return pd.DataFrame(rows)
 
 
 def answers(folder: Path, kind: str, step: int) -> str:
@@ -209,10 +209,12 @@ def main(arguments: list[str]) -> None:
     match arguments:
         case ["collect", *suites] if suites:
             STUDIES.mkdir(exist_ok=True)
-            for suite in map(Path, suites):
-                rows = collect(suite)
-                rows.to_csv(STUDIES / f"{suite.name}.csv", index=False, float_format="%.6g")
-                print(f"{STUDIES / suite.name}.csv: {len(rows)} finished runs")
+            for name in dict.fromkeys(Path(suite).name for suite in suites):
+                rows = pd.concat([collect(Path(suite)) for suite in suites if Path(suite).name == name]).sort_values(
+                    KEYS, kind="stable"
+                )
+                rows.to_csv(STUDIES / f"{name}.csv", index=False, float_format="%.6g")
+                print(f"{STUDIES / name}.csv: {len(rows)} finished runs")
         case ["tables"]:
             PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         case _:
