@@ -699,7 +699,8 @@ def test_eval_uses_the_adapter_of_the_run_and_leaves_the_run_alone(run, recipe, 
     told = firedistill("eval", run)
     assert told.status == 0 and (run / "evals.jsonl").read_text() == before and "\x1b" not in told.out
     last = read_jsonl(run / "evals.jsonl")[-1]
-    assert told.out.strip() == accuracy_line(last, prefix="")
+    about, found = told.out.splitlines()
+    assert " on toy, 2 held-out problems" in about and found == accuracy_line(last, prefix="")
     told = firedistill("eval", run, "--initial_adapter", run / "checkpoint-2", "--eval_size=1")
     assert told.status == 0 and "n 1)" in told.out
 
@@ -730,7 +731,7 @@ def test_eval_of_a_run_without_adapter_does_not_judge_the_base_model(run, tmp_pa
 def test_eval_by_category(recipe, firedistill):
     told = firedistill("eval", recipe, "--task", "test_cli:ToyWithCategories", "--output_dir", recipe.parent / "other")
     assert told.status == 0
-    assert [line.partition(":")[0] for line in told.out.splitlines()[1:]] == [r"  [red]x\x1b[/]", "  sums"]
+    assert [line.partition(":")[0] for line in told.out.splitlines()[2:]] == [r"  [red]x\x1b[/]", "  sums"]
 
 
 class ToyWithCategories(ToyTask):

@@ -281,6 +281,16 @@ def test_a_suite_and_a_run_keep_out_of_each_others_folders(toy, tmp_path, capsys
     assert "output_dir" not in recipe, "runs/lab is the suite's"
 
 
+def test_output_dir_decides_between_a_built_in_suite_and_a_folder_of_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    SuiteFolder("lab").widen(make_plan("lab", seeds=[0], only=["fire"]))
+    told = ["suite", "lab", "--seeds", "0", "--only", "fire"]
+    assert cli.main([*told, "--dry_run", "--output_dir", str(tmp_path / "lab")]) == 0
+    assert "nothing was run or written" in capsys.readouterr().out
+    assert cli.main(["suite", "./lab", "--output_dir", "elsewhere"]) == 2
+    assert "./lab is the folder of a suite, which keeps its place: leave out --output_dir" in capsys.readouterr().err
+
+
 def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
     suite = SuiteFolder(tmp_path / "s")
     suite.widen(make_plan(str(toy), seeds=[0], only=["fire"]))

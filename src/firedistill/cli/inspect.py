@@ -87,6 +87,11 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
+    if not options.json:
+        count = len(setup.eval_examples)
+        console.print(
+            f"{visible(str(setup.args.model))} on {visible(setup.task.name)}, {count} held-out problems", soft_wrap=True
+        )
     with in_use(engine), console.status("evaluating") as status:
 
         def show(phase: str, done: int, total: int) -> None:

@@ -71,7 +71,11 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
     for name in ("method", "seed", "output_dir", "resume", "overwrite"):
         if name in rest:
             raise ValueError(f"--{name} differs between the runs of a suite; use --only, --seeds, -o")
-    if (Path(options.name) / "plan.json").is_file():
+    # With --output_dir, `lab` is the built-in suite also where a folder of that name lies.
+    built_in = options.name in built_in_suites() and options.output_dir is not None
+    if not built_in and (Path(options.name) / "plan.json").is_file():
+        if options.output_dir is not None:
+            raise ValueError(f"{options.name} is the folder of a suite, which keeps its place: leave out --output_dir")
         suite = SuiteFolder(options.name)
         plan = suite.plan
         if rest:

@@ -139,8 +139,9 @@ class VLLMEngine(RemoteEngine):
         self.scratch = scratch_folder()
         self.processes: list[Any] = []
         started: list[Any] = []
-        self._stop = weakref.finalize(self, stop_engine, self.processes, started, self.scratch)
-        before = multiprocessing.active_children()
+        monitors: list[threading.Thread] = []
+        self._stop = weakref.finalize(self, stop_engine, self.processes, monitors, started, self.scratch)
+        before, threads = multiprocessing.active_children(), threading.enumerate()
         with environment_of_engine(self.device):
             from vllm import LLM
 
@@ -148,6 +149,7 @@ class VLLMEngine(RemoteEngine):
         self.starts += 1
         started.append(self.llm)
         self.processes += [process for process in multiprocessing.active_children() if process not in before]
+        monitors += [thread for thread in threading.enumerate() if thread not in threads and "Monitor" in thread.name]
 
     def _options(self) -> dict[str, Any]:
         config = unwrap(self.model).config.get_text_config()
@@ -298,12 +300,15 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         restore_random_state(state)
 
 
-def stop_engine(processes: Sequence[Any], engines: Sequence[Any], scratch: Path) -> None:
+def stop_engine(processes: Sequence[Any], monitors: Sequence[threading.Thread], engines: Sequence[Any], scratch: Path) -> None:
     """Kill the engine's processes, which hold nothing that is worth saving, close its connections, and remove its folder."""
     for process in processes:
         process.kill()
     for process in processes:
         process.join(10)
+    for monitor in monitors:  # vLLM's threads that wait for the end of its processes, and then use its connections
+        if monitor is not threading.current_thread():
+            monitor.join(10)
     for llm in engines:
         with suppress(Exception):  # it has nothing to end any more
             client = llm.llm_engine.engine_core
