@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 import firedistill
 
 project = "firedistill"
@@ -31,6 +34,7 @@ html_theme = "furo"
 html_title = f"firedistill {version}"
 html_static_path = ["_static"]
 html_js_files = ["filter.js"]
+html_math_renderer = "mathml"  # browsers draw it without a script from the network
 
 HERE = Path(__file__).parent
 
@@ -103,6 +107,17 @@ def outside_links(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", source[0])
 
 
+def inline_formula(translator, node: nodes.Element) -> None:  # type: ignore[no-untyped-def]
+    translator.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def formula(translator, node: nodes.Element) -> None:  # type: ignore[no-untyped-def]
+    translator.body.append(f'<p class="formula">{convert(node.astext(), display="block")}</p>')
+    raise nodes.SkipNode
+
+
 def setup(app):  # type: ignore[no-untyped-def]
     app.connect("builder-inited", write_generated)
     app.connect("source-read", outside_links)
+    app.add_html_math_renderer("mathml", inline_renderers=(inline_formula, None), block_renderers=(formula, None))
