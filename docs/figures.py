@@ -3,6 +3,7 @@
 python docs/figures.py [RUN]              those of docs/concepts.md; without a run it trains the lab model for two steps
 python docs/figures.py curves NAME RUNS   the curves of runs and suites: NAME-light.svg, NAME-dark.svg
 python docs/figures.py page RUNS          the report's first screen and its attribution view; needs chromium
+python docs/figures.py studies            those of docs/results.md, from docs/studies
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt  # noqa: E402
+from studies import PARTS, read_rows, select  # noqa: E402
 
 from firedistill.report.curves import plot_runs  # noqa: E402
 from firedistill.report.groups import read_study  # noqa: E402
@@ -102,6 +104,32 @@ def curves(name: str, runs: list[str]) -> None:
         print(plot_runs(runs, IMAGES / f"{name}-{theme}.svg", theme=theme))
 
 
+def parts(colour: str, background: str) -> Any:
+    """Sampled accuracy of every combination of FIRE's parts at both rates: a dot per seed, a line at the mean."""
+    table = read_rows("study-parts")
+    figure, both = plt.subplots(1, 2, figsize=(9, 3), sharex=True, sharey=True, facecolor=background, layout="constrained")
+    for ax, rate in zip(both, (1.0, 4.0), strict=True):
+        ax.set_facecolor(background)
+        title = "Sampled answers right, %: the recipe's rate" if rate == 1 else f"{rate:g} times the rate"
+        ax.set_title(title, color=colour, loc="left", fontsize=10)
+        for row, (method, variant) in enumerate(reversed(PARTS)):
+            found = 100 * select(table, method=method, variant=variant, rate=rate)["sampled_accuracy"]
+            hue = FIELDS[0] if method == "full_context" else OVER
+            ax.scatter(found, [row] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
+            ax.plot([found.mean()] * 2, [row - 0.3, row + 0.3], color=hue, linewidth=2.5)
+        ax.set_yticks(range(len(PARTS)), [title.partition(" (")[0] for title in reversed(PARTS.values())])
+        ax.tick_params(colors=colour)
+        ax.grid(axis="x", color=REST, alpha=0.3)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    return figure
+
+
+def save(figure: Any, name: str, theme: str, background: str) -> None:
+    figure.savefig(IMAGES / f"{name}-{theme}.svg", metadata={"Date": None}, facecolor=background)
+    plt.close(figure)
+
+
 # Pictures of the report's page: what the page shows, its address, and the size of the window.
 SCREENS = {
     "report-answer": ("#answer, #accuracy", "", "1240,1375"),
@@ -140,6 +168,10 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["page"]:
         return page(arguments[1:])
     plt.rcParams["svg.hashsalt"] = "firedistill"
+    if arguments == ["studies"]:
+        for theme, ground in THEMES.items():
+            save(parts(*ground), "study-parts", theme, ground[1])
+        return None
     with tempfile.TemporaryDirectory() as folder:
         run = Path(arguments[0] if arguments else folder)
         if not arguments:
@@ -148,9 +180,7 @@ def main(arguments: list[str]) -> None:
         example = wrong_answer(run)
     for draw in (radius, attribution, contraction):
         for theme, (colour, background) in THEMES.items():
-            figure = draw(example, colour, background)
-            figure.savefig(IMAGES / f"concepts-{draw.__name__}-{theme}.svg", metadata={"Date": None}, facecolor=background)
-            plt.close(figure)
+            save(draw(example, colour, background), f"concepts-{draw.__name__}", theme, background)
     print(json.dumps({name: example[name] for name in ("uid", "submitted", "expected")}))
 
 

@@ -96,6 +96,14 @@ def difference(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> tuple[
     return float(apart.mean()), float(low), float(high), apart.mean(axis=1).tolist()
 
 
+def read_rows(study: str) -> pd.DataFrame:
+    """The collected rows of a study."""
+    rows = pd.read_csv(STUDIES / f"{study}.csv", keep_default_na=False, na_values=["NaN"], dtype={"variant": str})
+    numbers = [key for key in rows if key not in ("method", "variant", "marked", "greedy", "sampled")]
+    rows[numbers] = rows[numbers].apply(pd.to_numeric)
+    return rows
+
+
 # ---- Cells -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -197,10 +205,7 @@ def with_tables(text: str) -> str:
 
     def table(found: re.Match[str]) -> str:
         study, function = TABLES[found["name"]]
-        rows = pd.read_csv(STUDIES / f"{study}.csv", keep_default_na=False, na_values=["NaN"], dtype={"variant": str})
-        numbers = [key for key in rows if key not in ("method", "variant", "marked", "greedy", "sampled")]
-        rows[numbers] = rows[numbers].apply(pd.to_numeric)
-        return f"<!-- table {found['name']} -->\n\n{function(rows)}\n\n<!-- end -->"
+        return f"<!-- table {found['name']} -->\n\n{function(read_rows(study))}\n\n<!-- end -->"
 
     return re.sub(r"<!-- table (?P<name>[\w-]+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
