@@ -103,7 +103,7 @@ def write_generated(app: object) -> None:
 
 
 def outside_links(app: object, page: str, source: list[str]) -> None:
-    """Files of the repository that are no pages are named, not linked."""
+    """Files of the repository that are not pages are named, not linked."""
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", source[0])
 
 

@@ -84,7 +84,7 @@ def asked(path, response="4", example=EXAMPLE, columns=()):
         ({"key": "abc123"}, "that key: names is not set"),
         ({"key": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
         ({"reply": {}}, "expected reply .* or criteria"),
-        ({"reply": {"a b": "x"}}, "'a b' is no name of a key"),
+        ({"reply": {"a b": "x"}}, "'a b' is not a valid key"),
         ({"reply": {"remark": {"type": "list"}}}, "reply: remark: type is 'list': expected string, integer, number, boolean"),
         ({"reply": {"remark": {"typ": "string"}}}, "reply: remark: unknown entry 'typ'; did you mean type?"),
         ({"reply": {"remark": {"minimum": 1}}}, "reply: remark: minimum is 1: expected a number, for a type"),

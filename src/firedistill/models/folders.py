@@ -16,7 +16,7 @@ from firedistill.models.sharding import local
 
 
 def check_folder(folder: Path, name: str) -> None:
-    """Refuse a folder that is no complete checkpoint in safetensors, or that makes `from_pretrained` read other weights.
+    """Refuse a folder that is not a complete checkpoint in safetensors, or that makes `from_pretrained` read other weights.
 
     Raises:
         ModelError: says what the model `name` lacks, or what it is instead.

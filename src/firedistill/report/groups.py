@@ -175,7 +175,7 @@ def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, li
 
 def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     """Group the runs of one setting, in the order of the paper's tables; adds a note for each excluded run."""
-    # Rates of different optimizers are no multiples of each other.
+    # Rates of different optimizers are not multiples of each other.
     by_optimizer = partition(runs, lambda run: str(run.config.get("optim")))
     references = {optimizer: reference_rate(members) for optimizer, members in by_optimizer.items()}
     groups = []

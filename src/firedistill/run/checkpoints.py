@@ -216,5 +216,5 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if torch.cuda.is_available() and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
-    except Exception as error:  # what NumPy and PyTorch raise for values that are no states
+    except Exception as error:  # what NumPy and PyTorch raise for values that are not states
         raise CheckpointError(f"the checkpoint's random state is malformed ({error}); use an earlier checkpoint") from error

@@ -194,7 +194,7 @@ class ResumableTrainer(Trainer):
                 raise ValueError("the state of the schedule has other entries")
             self.optimizer.load_state_dict(optimizer_state)
             scheduler.load_state_dict(schedule_state)
-        except Exception as error:  # what PyTorch raises for values that are no states
+        except Exception as error:  # what PyTorch raises for values that are not states
             raise CheckpointError(f"the optimizer state in {checkpoint} does not fit this run ({error})") from error
         if self._allowed_changes:  # the stored states hold the old learning rate, weight decay, ...
             for group, present, rate, schedule in zip(

@@ -31,7 +31,7 @@ CHATS = "/chat/completions"
 
 
 class JudgeError(OSError):
-    """The endpoint cannot be used, or does not answer any more; a run resumes from its last checkpoint."""
+    """The endpoint cannot be used, or stopped answering; a run resumes from its last checkpoint."""
 
 
 @dataclass(frozen=True)

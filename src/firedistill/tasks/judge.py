@@ -277,7 +277,7 @@ def schema_of(file: JudgeFile) -> dict[str, Any]:
         properties |= added
     for name in properties:
         if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a key: expected letters, digits, '_' and '-', at most 64")
+            raise ValueError(f"{name!r} is not a valid key: expected letters, digits, '_' and '-', at most 64")
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 

@@ -34,7 +34,7 @@ class JudgedTask(GuardedTask):
 
     If the judge gives the verdict, it replaces that of the task; the task still reads the submitted answer. A response about which no
     reply can be used has no verdict, as with a verifier that fails. If the judge gives fields only, the feedback lacks them then. Its
-    fields follow those of the task and replace those of the same name. `seconds` is no limit for the judge, which has its own.
+    fields follow those of the task and replace those of the same name. `seconds` does not limit the judge, which has its own limits.
 
     Args:
         task, seconds: see `GuardedTask`.

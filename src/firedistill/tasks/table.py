@@ -57,7 +57,7 @@ class Template:
     """A text with columns in braces: `The hint is: {hint}`. Two braces stand for one. Nothing else is evaluated.
 
     Raises:
-        DataError: a brace stands alone, or a name in braces is no column.
+        DataError: a brace stands alone, or a name in braces is not a column.
     """
 
     def __init__(self, text: str, columns: Sequence[str], where: str):
