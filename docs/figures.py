@@ -3,6 +3,7 @@
 python docs/figures.py [RUN]              those of docs/concepts.md; without a run it trains the lab model for two steps
 python docs/figures.py curves NAME RUNS   the curves of runs and suites: NAME-light.svg, NAME-dark.svg
 python docs/figures.py page RUNS          the report's first screen and its attribution view; needs chromium
+python docs/figures.py attribution NAME RUN  the attribution view of a run: NAME-light.png, NAME-dark.png; needs chromium
 python docs/figures.py studies            those of docs/results.md, from docs/studies
 """
 
@@ -138,13 +139,13 @@ SCREENS = {
 }
 
 
-def page(runs: list[str]) -> None:
+def page(runs: list[str], screens: dict[str, tuple[str, str, str]]) -> None:
     """Pictures of parts of the report's page."""
     with tempfile.TemporaryDirectory() as folder:
         study = read_study(runs)
         report = write_page(study, accuracy_tables(study), Path(folder) / "index.html", paired_differences(study))
         whole = report.read_text(encoding="utf-8")
-        for name, (shown, address, size) in SCREENS.items():
+        for name, (shown, address, size) in screens.items():
             hidden = f"<style>header, section:not({shown}) {{ display: none }}</style></head>"
             report.write_text(whole.replace("</head>", hidden, 1), encoding="utf-8")
             for number, theme in enumerate(("dark", "light")):
@@ -166,7 +167,9 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["curves"]:
         return curves(arguments[1], arguments[2:])
     if arguments[:1] == ["page"]:
-        return page(arguments[1:])
+        return page(arguments[1:], SCREENS)
+    if arguments[:1] == ["attribution"]:
+        return page(arguments[2:], {arguments[1]: ("#attribution", "", "1240,1440")})
     plt.rcParams["svg.hashsalt"] = "firedistill"
     if arguments == ["studies"]:
         for theme, ground in THEMES.items():

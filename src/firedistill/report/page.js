@@ -309,8 +309,11 @@ function drawTokens() {
     if (t === first) { button.setAttribute("aria-pressed", "true"); button.tabIndex = 0; }
     return button;
   });
-  byId("response").replaceChildren(...buttons);
-  if (buttons.length) drawNumbers(shown, first);
+  const box = byId("response");
+  box.replaceChildren(...buttons);
+  if (!buttons.length) return;
+  box.scrollTop = buttons[first].offsetTop - box.offsetTop - box.clientHeight / 2; // a long answer opens at the token whose numbers are shown
+  drawNumbers(shown, first);
 }
 
 function drawNumbers(shown, t) {
