@@ -552,3 +552,54 @@ def test_bench_gpu_runs_here(tmp_path, capsys, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
     assert cli.main(arguments) == 0 and cli.main([*arguments, "--page"]) == 0
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+
+
+FAKE_PROGRAM = """
+import json, pathlib, sys
+def main():
+    command, name, *words = sys.argv[1:]
+    output, cost = pathlib.Path(words[words.index("-o") + 1]), {cost}
+    output.mkdir(exist_ok=True)
+    spread = dict(median=cost, min=0, max=9)
+    rows = [
+        dict(case=dict(over=0.1), variant="fire", seconds=spread, processor_seconds=spread),
+        dict(case=dict(over=0.1), variant="fire", peak_mib=100 * cost),
+        dict(case={extra}, variant="fire", peak_mib=None, processor_seconds=spread),
+    ]
+    (output / f"{{name}}.json").write_text(json.dumps(dict(rows=rows, seen=[command, *words])))
+"""
+
+
+def test_revisions_are_compared_in_turns(tmp_path, monkeypatch, capsys):
+    """Two trees with a program of other costs, under other names, and one case that only the first one has."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    import compare_revisions
+
+    for name, module, cost, extra in (("old", "fake.cli", 4, "dict(fields=2)"), ("new", "fake.program", 3, "dict()")):
+        package = tmp_path / name / "src" / Path(*module.split(".")[:-1])
+        package.mkdir(parents=True)
+        (package / f"{module.split('.')[-1]}.py").write_text(FAKE_PROGRAM.format(cost=cost, extra=extra))
+        (tmp_path / name / "pyproject.toml").write_text(f'[project]\nscripts = {{ firedistill = "{module}:main" }}\n')
+    monkeypatch.setattr(compare_revisions, "tree_of", lambda revision, folder: tmp_path / revision)
+    found: list = []
+    monkeypatch.setattr(compare_revisions, "table", lambda revisions, turns: found.extend([revisions, turns]))
+    monkeypatch.setattr(sys, "argv", ["compare_revisions.py", "old", "new", "step", "--turns", "2", "--model", "smollm2"])
+    compare_revisions.main()
+    revisions, turns = found
+    key, memory = ("over 0.1", "fire", "processor_seconds"), ("over 0.1", "fire", "peak_mib")
+    assert revisions == ["old", "new"] and len(turns) == 2
+    assert turns[0] == [{key: 4, memory: 400, ("fields 2", *key[1:]): 4}, {key: 3, memory: 300, ("", *key[1:]): 3}]
+    monkeypatch.undo()
+    rows = list(zip(*(column.cells for column in compare_revisions.table(revisions, turns).columns), strict=True))
+    assert rows == [
+        ("over 0.1", "fire", "CPU seconds", "4", "3", "0.750"),
+        ("over 0.1", "fire", "peak MiB", "400", "300", "0.750"),
+    ]
+
+
+def test_a_revision_that_does_not_exist_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    import compare_revisions
+
+    with pytest.raises(SystemExit, match="no-such-revision"):
+        compare_revisions.tree_of("no-such-revision", tmp_path)
