@@ -26,6 +26,7 @@ from firedistill.report.curves import plot_runs  # noqa: E402
 from firedistill.report.groups import read_study  # noqa: E402
 from firedistill.report.page import write_page  # noqa: E402
 from firedistill.report.paired import paired_differences  # noqa: E402
+from firedistill.report.palette import line_of  # noqa: E402
 from firedistill.report.tables import accuracy_tables  # noqa: E402
 
 IMAGES = Path(__file__).parent / "images"
@@ -105,9 +106,9 @@ def curves(name: str, runs: list[str]) -> None:
         print(plot_runs(runs, IMAGES / f"{name}-{theme}.svg", theme=theme))
 
 
-def parts(colour: str, background: str) -> Any:
+def parts(theme: str) -> Any:
     """Sampled accuracy of every combination of FIRE's parts at both rates: a dot per seed, a line at the mean."""
-    table = read_rows("study-parts")
+    table, (colour, background) = read_rows("study-parts"), THEMES[theme]
     figure, both = plt.subplots(1, 2, figsize=(9, 3), sharex=True, sharey=True, facecolor=background, layout="constrained")
     for ax, rate in zip(both, (1.0, 4.0), strict=True):
         ax.set_facecolor(background)
@@ -115,7 +116,7 @@ def parts(colour: str, background: str) -> Any:
         ax.set_title(title, color=colour, loc="left", fontsize=10)
         for row, (method, variant) in enumerate(reversed(PARTS)):
             found = 100 * select(table, method=method, variant=variant, rate=rate)["sampled_accuracy"]
-            hue = FIELDS[0] if method == "full_context" else OVER
+            hue = getattr(line_of("full_context" if method == "full_context" else "fire"), theme)
             ax.scatter(found, [row] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
             ax.plot([found.mean()] * 2, [row - 0.3, row + 0.3], color=hue, linewidth=2.5)
         ax.set_yticks(range(len(PARTS)), [title.partition(" (")[0] for title in reversed(PARTS.values())])
@@ -172,8 +173,8 @@ def main(arguments: list[str]) -> None:
         return page(arguments[2:], {arguments[1]: ("#attribution", "", "1240,1440")})
     plt.rcParams["svg.hashsalt"] = "firedistill"
     if arguments == ["studies"]:
-        for theme, ground in THEMES.items():
-            save(parts(*ground), "study-parts", theme, ground[1])
+        for theme, (_, background) in THEMES.items():
+            save(parts(theme), "study-parts", theme, background)
         return None
     with tempfile.TemporaryDirectory() as folder:
         run = Path(arguments[0] if arguments else folder)

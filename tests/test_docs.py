@@ -296,7 +296,7 @@ PLACEHOLDERS = {
 CARRIED_OUT = {
     "firedistill train runs/my-run",
     "firedistill train runs/my-run --resume",
-    "firedistill inspect runs/quickstart --example 2",
+    "firedistill inspect runs/quickstart --example 1",
     "firedistill inspect runs/a --save --count 8",
     "firedistill inspect runs/a --save --count 8 --checkpoint 100",
     "firedistill eval runs/my-run --eval_size 500",
