@@ -28,7 +28,7 @@ test: lint
 
 # The tests that train for long: kills, two processes, pretraining, all methods
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 
 # The core dependencies at their lower bounds, in an environment of its own (about 1 GB)

@@ -19,13 +19,13 @@ pytestmark = [
 @pytest.mark.parametrize(
     "kind, error, every",
     [
-        ("train", "ENOSPC", 12),
-        ("train", "short", 12),
-        ("resume", "EIO", 30),
-        ("overwrite", "EACCES", 30),
-        ("suite", "ENOSPC", 40),
-        ("inspect", "EIO", 15),
-        ("report", "ENOSPC", 15),
+        ("train", "ENOSPC", 24),
+        ("train", "short", 24),
+        ("resume", "EIO", 60),
+        ("overwrite", "EACCES", 60),
+        ("suite", "ENOSPC", 80),
+        ("inspect", "EIO", 30),
+        ("report", "ENOSPC", 30),
     ],
 )
 def test_a_command_survives_a_failing_file_operation_or_ends_with_one_line(kind, error, every):
