@@ -160,6 +160,20 @@ def parts(table: pd.DataFrame, rate: float) -> str:
     return markdown(header, rows)
 
 
+def added(table: pd.DataFrame) -> str:
+    """What each part changes, by what it is added to."""
+    title_of = {**PARTS, ("full_context", ""): "none", ("fire", ""): "routing, attribution, projection"}
+    parts_of = {variant: set(title.split(", ")) - {"none"} for variant, title in title_of.items()}
+    rows = []
+    for part in ("attribution", "projection", "routing"):
+        for without, to in parts_of.items():
+            if part not in to:
+                (with_part,) = (variant for variant, parts in parts_of.items() if parts == to | {part})
+                pairs = ([select(table, rate=rate, method=m, variant=v) for m, v in (with_part, without)] for rate in (1, 4))
+                rows.append([part, title_of[without], *(apart(*pair, "sampled") for pair in pairs)])
+    return markdown(["adding", "to", "at the recipe's rate", "at four times the rate"], rows)
+
+
 def noise(table: pd.DataFrame, place: str) -> str:
     header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
     header += ["weight that left the noisy field's view", "that of all other fields"]
@@ -193,6 +207,7 @@ def beside_fire(table: pd.DataFrame) -> str:
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-1": ("study-parts", lambda table: parts(table, 1)),
     "parts-4": ("study-parts", lambda table: parts(table, 4)),
+    "parts-added": ("study-parts", added),
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
     "controls": ("study-controls", beside_fire),
