@@ -10,9 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from firedistill.models import adapter
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.lora import add_lora, load_adapter
 from firedistill.models.states import last_hidden_states
+from firedistill.rollouts.merging import merged_adapter
 from firedistill.teacher.ema import EMAWeights
 from tiny import enable_checkpointing, random_model
 
@@ -148,6 +150,17 @@ def test_each_pass_reads_the_present_factors_and_keeps_nothing():
     assert not torch.equal(before, last_hidden_states(model, IDS))
     groups = {id(m.forward.func.__self__): m.forward.func.__self__ for m in model.modules() if "forward" in vars(m)}
     assert len(groups) == 2 * 4 and all(group.rounded is None and group.read is None for group in groups.values())
+
+
+def test_a_merged_model_does_not_round_its_factors(monkeypatch):
+    model, rounded, original = adapted(), [], adapter._rounded
+    groups = [layer.forward.func.__self__ for layer in model.modules() if hasattr(vars(layer).get("forward"), "func")]
+    monkeypatch.setattr(adapter, "_rounded", lambda dtype, active: rounded.append(len(active)) or original(dtype, active))
+    with torch.no_grad(), merged_adapter(model):
+        last_hidden_states(model, IDS)
+    assert rounded == []
+    last_hidden_states(model, IDS)
+    assert rounded == [len(set(groups))] == [2 * 4]
 
 
 def test_a_copy_has_factors_of_its_own():

@@ -22,11 +22,13 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from firedistill.memory import BatchLimit
 from firedistill.models.lora import add_lora
 from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
+from firedistill.rollouts.attention import grouped_attention
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
@@ -172,6 +174,48 @@ def test_sliding_windows():
     assert engines[0].causal_lm is model
     found, expected = (engine.generate(PROMPTS, GREEDY, seed=0) for engine in engines)
     assert found == expected
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 3, 6], ids=lambda heads: f"{heads} of 6 heads have keys")
+def test_keys_that_heads_share_are_not_copied(heads, padded, monkeypatch):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=263, hidden_size=48, intermediate_size=48, num_hidden_layers=2, num_attention_heads=6)
+    model = MistralForCausalLM(
+        MistralConfig(**sizes, num_key_value_heads=heads, sliding_window=None, initializer_range=0.25, eos_token_id=2)
+    )
+    attention, shapes = torch.nn.functional.scaled_dot_product_attention, []
+
+    def recorded(query, key, value, **options):
+        shapes.append((tuple(query.shape[:3]), key.shape[1], bool(options.get("enable_gqa"))))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
+    prompts = PROMPTS[:3] if padded else [[5, 6, 7, 8], [8, 9, 10, 11], [11, 12, 13, 14]]
+    model.double().eval()
+    before = model.config._attn_implementation
+    found = HFRolloutEngine(model, byte_tokenizer()).generate(prompts, GREEDY, seed=0)
+    of_tokens = [shape for shape in shapes if shape[0][2] == 6 // heads]
+    assert set(of_tokens) == {((rows, heads, 6 // heads), heads, False) for rows in {shape[0][0] for shape in of_tokens}}
+    assert len(of_tokens) == 2 * (max(len(response.token_ids) for response in found) - 1)
+    assert model.config._attn_implementation == before == "sdpa"
+    assert found == by_generate(model, byte_tokenizer()).generate(prompts, GREEDY, seed=0)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 7), (2, 4, 1, 7), None], ids=["a mask", "a mask per head", "no mask"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_grouped_attention_is_that_of_transformers(tokens, shape):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, length, 8, generator=generator) for heads, length in ((4, tokens), (2, 7), (2, 7))
+    )
+    mask = None if shape is None else (torch.rand(shape, generator=generator) < 0.7).expand(-1, -1, tokens, -1)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, False
+    arguments = dict(attention_mask=mask, scaling=0.3)
+    found, _ = grouped_attention(module, query, key, value, **arguments)
+    expected, _ = sdpa_attention_forward(module, query, key, value, **arguments)
+    torch.testing.assert_close(found, expected)
 
 
 def test_progress_and_seeds_and_restored_state():

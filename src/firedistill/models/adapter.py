@@ -41,8 +41,9 @@ def compute_in_base_dtype(model: PeftModel) -> PeftModel:
     groups = []
     for parent in model.modules():
         layers = {name: m for name, m in parent.named_children() if isinstance(m, LoraLayer) and "forward" not in vars(m)}
-        together = [[layers.pop(name) for name in names if name in layers] for names in SHARED_INPUTS]
-        groups += [SharedInput(members) for members in [*together, *([layer] for layer in layers.values())] if members]
+        together = [{name: layers.pop(name) for name in names if name in layers} for names in SHARED_INPUTS]
+        alone = [{name: layer} for name, layer in layers.items()]
+        groups += [SharedInput(parent, members) for members in [*together, *alone] if members]
     if groups:
         trunk = unwrap(model).base_model
         trunk.register_forward_pre_hook(partial(_round_all, groups))
@@ -53,17 +54,21 @@ def compute_in_base_dtype(model: PeftModel) -> PeftModel:
 class SharedInput:
     """LoRA layers that read the same tensor.
 
+    Args:
+        parent: the module that has the layers.
+        layers: by their names within it.
+
     Attributes:
         rounded: the stacked factors A, `[sum r, in]`, and the factors B, `[out, r]`, of the present pass of the whole trunk. None
             outside of one, as when the backward pass recomputes a layer; the layer rounds its factors by itself then.
         read: the input, its version, and `x A^T` `[M, r]` of each layer that has yet to use it.
     """
 
-    def __init__(self, layers: Sequence[Any]):
-        self.layers = list(layers)
+    def __init__(self, parent: nn.Module, layers: dict[str, Any]):
+        self.parent, self.names, self.layers = parent, list(layers), list(layers.values())
         self.rounded: list[Tensor] | None = None
         self.read: tuple[Tensor, int, list[Tensor | None]] | None = None
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(self.layers):
             layer.forward = partial(self.forward, index)
 
     def forward(self, index: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -79,6 +84,10 @@ class SharedInput:
             start, beta = (base.weight.t()[:1], 0) if base.bias is None else (base.bias, 1)
             out = torch.addmm(start, product, second.t(), beta=beta, alpha=scale).addmm_(rows, base.weight.t())
         return out.view(*x.shape[:-1], -1)
+
+    def is_in_place(self) -> bool:
+        """Whether the model has these layers now, and not others in their stead (`rollouts/merging.py`)."""
+        return all(getattr(self.parent, name) is layer for name, layer in zip(self.names, self.layers, strict=True))
 
     def computes(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether inputs of this type go through the fused products."""
@@ -128,7 +137,7 @@ def _is_plain(layer: Any) -> bool:
 
 def _round_all(groups: list[SharedInput], trunk: Any, inputs: Any) -> None:
     weight = trunk.get_input_embeddings().weight
-    active = [group for group in groups if group.computes(weight.dtype, weight.device)]
+    active = [group for group in groups if group.is_in_place() and group.computes(weight.dtype, weight.device)]
     if active:
         for group, rounded in zip(active, _rounded(weight.dtype, active), strict=True):
             group.rounded = rounded

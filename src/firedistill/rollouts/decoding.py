@@ -1,7 +1,8 @@
 """A decoding loop over a model's forward pass with a key-value cache.
 
 It is faster than `generate` because a prompt that occurs several times is read once; the cache has room to grow, where `generate`
-copies all of it for every token; only the largest scores are sorted; and a finished response leaves the batch.
+copies all of it for every token; keys and values that several heads share are read once (`attention.py`); only the largest scores are
+sorted; and a finished response leaves the batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
 from firedistill.rollout import Sampling
+from firedistill.rollouts.attention import decoding_attention
 from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalise_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -155,14 +157,15 @@ class GrowingBatch:
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, V]` after the tokens `ids` `[B, T]`."""
         start, self.length = self.length, self.length + ids.shape[-1]
-        output = self.model(
-            input_ids=ids,
-            attention_mask=self.mask[:, : self.length],
-            position_ids=self.positions[:, start : self.length],
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with decoding_attention(self.model):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=self.mask[:, : self.length],
+                position_ids=self.positions[:, start : self.length],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return output.logits[:, -1].float()
 
     def keep(self, rows: list[int]) -> bool:

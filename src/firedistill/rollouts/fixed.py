@@ -7,19 +7,19 @@ is captured once as a CUDA graph, for each width of the cache that attention rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from firedistill.memory import is_out_of_memory
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
+from firedistill.rollouts.attention import decoding_attention
 from firedistill.rollouts.decoding import Prompts
 from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
 
@@ -29,7 +29,6 @@ LOOK_EVERY = 16  # tokens per row between two looks of the host
 WINDOW = 256  # attention reads a multiple of so many columns; each multiple has its own graph
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
-ATTENTION = "firedistill_decoding"
 
 
 def can_fix(model: PreTrainedModel) -> bool:
@@ -47,34 +46,6 @@ def can_fix(model: PreTrainedModel) -> bool:
         and not kinds & {"dynamic", "longrope"}
         and not is_sharded(model)
     )
-
-
-def grouped_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention of one token per row, without copies of the keys and values that several heads share.
-
-    Args:
-        query: `[B, heads, 1, size]`.
-        key, value: `[B, groups, W, size]`.
-        attention_mask: `[B, 1, 1, W]`, true where a key is visible.
-
-    Returns:
-        `[B, 1, heads, size]`, and None for the attention weights.
-    """
-    heads, groups = query.shape[1], key.shape[1]
-    together = query.unflatten(1, (groups, heads // groups)).squeeze(3)  # the heads of a group as the queries of one head
-    found = nn.functional.scaled_dot_product_attention(together, key, value, attn_mask=attention_mask, scale=scaling)
-    return found.flatten(1, 2).unsqueeze(1), None
-
-
-AttentionInterface.register(ATTENTION, grouped_attention)
 
 
 class FixedLayer(StaticLayer):
@@ -285,20 +256,10 @@ class FixedBatch:
         decoder.put(choose_tokens(scores, sampling, at["uniforms"][: self.rows, 0]))
         self.done, self.told = 1, 0  # tokens per row that are drawn, and that the caller knows
 
-    @contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Let the model compute attention as `grouped_attention`."""
-        config = self.decoder.model.config.get_text_config(decoder=True)
-        before, config._attn_implementation = config._attn_implementation, ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = before
-
     def next_tokens(self) -> list[list[int]]:
         until = min(self.told + self.every, self.steps)
         while True:
-            with self.decoding():
+            with decoding_attention(self.decoder.model):
                 for done in range(self.done, until):
                     self.decoder.advance(self.rows, self.width + done - 1, self.sampling)
             self.done = until
@@ -318,7 +279,7 @@ class FixedBatch:
         at["tokens"][:rows] = at["responses"][:rows, step - 1]
         if self.prompts_seen is not None:
             self.see(step - 1)
-        with self.decoding():
+        with decoding_attention(self.decoder.model):
             self.decoder.step(rows, self.decoder.window(rows, self.width + step - 1), self.sampling, exact=True)
         self.done = step + 1
 

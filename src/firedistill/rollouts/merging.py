@@ -96,10 +96,10 @@ def merged_adapter(model: PreTrainedModel | PeftModel, copies: dict[nn.Module, n
 
 
 def merged_weight(layer: lora.Linear) -> Tensor:
-    base = _base(layer).weight
-    weight = base.float()
+    base: Tensor = _base(layer).weight
+    weight = base
     for name in _active(layer):
-        weight = weight + layer.get_delta_weight(name)
+        weight = weight + layer.get_delta_weight(name).float()
     return weight.to(base.dtype)
 
 
