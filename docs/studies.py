@@ -176,7 +176,7 @@ def added(table: pd.DataFrame) -> str:
 
 def noise(table: pd.DataFrame, place: str) -> str:
     header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
-    header += ["weight that left the noisy field's view", "that of all other fields"]
+    header += ["weight of the view without the noisy field", "of those without another field"]
     field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
     others = [key for key in WEIGHTS if key != field and key in table]
     variants = {name for name in table["variant"] if name.startswith(place)}
