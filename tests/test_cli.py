@@ -263,7 +263,7 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ({"load_best_model_at_end": True}, "load_best_model_at_end is True: expected False (Not supported"),
         ({"hub_strategy": "checkpoint"}, "hub_strategy is 'checkpoint': expected 'every_save' or 'end'"),
         ({"quantization": "nf8"}, "quantization is 'nf8': expected 'nf4' or 'auto' or none"),
-        ({"model_dtype": "float64"}, "model_dtype is 'float64': expected 'bfloat16' or 'float32'"),
+        ({"model_dtype": "float64"}, "model_dtype is 'float64': expected 'auto' or 'bfloat16' or 'float32'"),
         ({"bf16": True}, "bf16 is True: expected False (Mixed precision is not supported; use model_dtype.)"),
         ({"save_only_model": True}, "save_only_model is True: expected False"),
         ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer, setup
-from firedistill.memory import free_memory, unused_memory
+from firedistill.memory import free_memory, total_memory, unused_memory
 from firedistill.models import loading
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
@@ -42,7 +42,10 @@ def test_the_cache_of_the_allocator_counts_as_unused(monkeypatch):
 
 def test_the_processes_of_a_host_share_its_memory(monkeypatch):
     whole = unused_memory(torch.device("cpu"))
+    total = total_memory()
+    assert whole < total < 1e15
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert total_memory() == total // 8
     assert unused_memory(torch.device("cpu")) == pytest.approx(whole / 8, rel=0.2)
 
 
@@ -101,12 +104,42 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
         explicit.checkpoint_to_resume(None)
 
 
+@pytest.mark.parametrize(
+    ("multiplies", "share", "changes", "expected"),
+    [
+        (True, 100, {}, "bfloat16"),
+        (False, 4.1, {}, "float32"),
+        (False, 3.9, {}, "bfloat16"),
+        (False, None, {}, "bfloat16"),
+        (False, 100, {"quantization": "nf4"}, "bfloat16"),
+        (False, 100, {"device": GPU}, "bfloat16"),
+        (False, 100, {"model_dtype": "bfloat16"}, "bfloat16"),
+        (True, 100, {"model_dtype": "float32"}, "float32"),
+    ],
+)
+def test_float32_where_a_cpu_does_not_multiply_bfloat16(multiplies, share, changes, expected, checkpoint, monkeypatch):
+    size = weight_bytes(checkpoint, "float32")
+    monkeypatch.setattr(setup, "multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(setup, "total_memory", lambda: None if share is None else share * size)
+    args = open_settings(**{"device": torch.device("cpu"), "model_dtype": "auto", "quantization": None, **changes})
+    decided = setup.decide_dtype(args, checkpoint)
+    assert args.model_dtype == expected
+    assert [text.partition(":")[0] for text in decided.values()] == ([] if "model_dtype" in changes else [expected])
+
+
+def test_the_type_of_a_model_that_is_given(tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        config = run_config("unused", tmp_path / str(dtype), model_dtype="auto")
+        found = setup.load_setup(config, model=random_model(dtype=dtype), tokenizer=byte_tokenizer(), task=ToyTask())
+        assert f"torch.{found.args.model_dtype}" == str(dtype) and "model_dtype" not in found.decided
+
+
 @pytest.mark.parametrize(("share", "expected"), [(1.4, "nf4"), (1.6, None), (None, None)])
 def test_four_bits_where_sixteen_do_not_fit(share, expected, checkpoint, monkeypatch):
     size = weight_bytes(checkpoint, "bfloat16")
     assert size == 2 * sum(p.numel() for p in random_model().parameters())
     monkeypatch.setattr(setup, "unused_memory", lambda device: None if share is None else share * size)
-    args = SelfDistillConfig(quantization="auto", use_cpu=True)
+    args = SelfDistillConfig(quantization="auto", model_dtype="bfloat16", use_cpu=True)
     assert "1.5 times the weights" in setup.decide_quantization(args, checkpoint)["quantization"]
     assert args.quantization == expected
 
@@ -127,7 +160,9 @@ def test_weights_are_read_to_their_device(checkpoint, monkeypatch, tmp_path):
 
 
 def test_float16_is_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="model_dtype is 'float16': expected 'bfloat16' or 'float32'.*below float16's range"):
+    with pytest.raises(
+        ValueError, match="model_dtype is 'float16': expected 'auto' or 'bfloat16' or 'float32'.*below float16's range"
+    ):
         SelfDistillConfig(model_dtype="float16")
     with pytest.raises(ModelError, match="unknown dtype 'float16'"):
         load_model_and_tokenizer(checkpoint, dtype="float16")

@@ -300,6 +300,14 @@ def test_prompts_and_feedback_of_other_types(model, tmp_path):
     assert "feedback: it fails for 12 of 12 examples: toy/train/0: feedback of Odd returned a dict" in texts
 
 
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_bfloat16_on_a_cpu_without_its_products(multiplies, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("firedistill.checks.multiplies_bfloat16", lambda: multiplies)
+    assert found(model, tmp_path, model_dtype="float32")["warning"] == []
+    texts = found(model, tmp_path, model_dtype="bfloat16")
+    assert texts["warning"] == [] if multiplies else "--model_dtype float32" in only(texts, "warning")
+
+
 def test_disk_and_memory(model, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=30_000_000))

@@ -251,7 +251,7 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
             "dp_replicate_size",
             "rollout_servers",
         ),
-        *("gradient_checkpointing", "merge_adapter"),  # which these settings leave open
+        *("gradient_checkpointing", "merge_adapter", "model_dtype"),  # which these settings leave open
     }
     decided = {**settings, "gradient_checkpointing": True, "merge_adapter": True}
     otherwise = {**decided, "gradient_checkpointing": False, "merge_adapter": False, "rollouts": "auto"}

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
+from firedistill.models.loading import multiplies_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -143,6 +144,7 @@ def check(setup: Setup) -> Preflight:
         check_adapter,
         check_gradient,
         check_settings,
+        check_products,
         check_disk,
     ]
     state = random_state()
@@ -514,6 +516,14 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
     if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
         text = f"{len(missing)} examples have no gold solution: {named(missing)}"
         yield Finding("error", "training data", text, "remove these rows")
+
+
+def check_products(setup: Setup) -> Iterator[Finding]:
+    """A model in bfloat16 on a CPU without kernels for it."""
+    args = setup.args
+    if args.device.type == "cpu" and unwrap(setup.model).dtype == torch.bfloat16 and not multiplies_bfloat16():
+        text = "the model is in bfloat16, which this CPU does not multiply: products take several times as long as in float32"
+        yield Finding("warning", "model_dtype", text, "--model_dtype float32 takes twice the memory for the weights")
 
 
 def check_disk(setup: Setup) -> Iterator[Finding]:

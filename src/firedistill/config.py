@@ -211,9 +211,10 @@ class SelfDistillConfig(TrainingArguments):
 
     # --- Model and adapter
     model_dtype: str = model_setting(
-        "bfloat16",
-        "Data type of the base model: bfloat16 or float32. LoRA factors are float32. (Logit gradients are below float16's range.)",
-        choices=("bfloat16", "float32"),
+        "auto",
+        "Data type of the base model. 'auto' is float32 on a CPU that does not multiply bfloat16 matrices, if the weights then take at "
+        "most a quarter of its memory, and bfloat16 otherwise. LoRA factors are float32. (Logit gradients are below float16's range.)",
+        choices=("auto", "bfloat16", "float32"),
     )
     quantization: str | None = model_setting(
         None,
@@ -625,7 +626,13 @@ LAUNCHED = {
     "ACCELERATE_DYNAMO_BACKEND": "Use accelerate launch --dynamo_backend no",
 }
 # Values that leave a setting to `firedistill.setup`, which decides by the device; the settings of a run hold the decision.
-OPEN = {"gradient_checkpointing": None, "merge_adapter": None, "quantization": "auto", "rollouts": "auto"}
+OPEN = {
+    "gradient_checkpointing": None,
+    "merge_adapter": None,
+    "model_dtype": "auto",
+    "quantization": "auto",
+    "rollouts": "auto",
+}
 
 
 def without_effect(name: str) -> str:

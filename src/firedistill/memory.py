@@ -151,6 +151,14 @@ def unused_memory(device: torch.device) -> float | None:
     return int(available[1]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if available else None
 
 
+def total_memory() -> int | None:
+    """Bytes of memory of this host, or this process's share of them; None if that is unknown."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    except (AttributeError, OSError, ValueError):  # not on every system
+        return None
+
+
 def free_memory(device: torch.device) -> float | None:
     """Bytes that this process may use in total: what it may still allocate, and what it has. None if that is unknown."""
     unused = unused_memory(device)

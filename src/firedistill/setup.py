@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
-from firedistill.memory import LOADING, BatchLimit, explained_memory, unused_memory
+from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
-from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
+from firedistill.models.loading import load_model_and_tokenizer, multiplies_bfloat16, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
@@ -157,7 +157,7 @@ def load_setup(
         )
     if model is None or isinstance(model, str):
         name, sharding = model or args.model, sharding_of(args)
-        decided |= decide_quantization(args, name)
+        decided |= decide_dtype(args, name) | decide_quantization(args, name)
         model, tokenizer = load_model_and_tokenizer(
             name,
             dtype=args.model_dtype,
@@ -170,6 +170,8 @@ def load_setup(
         raise ValueError(
             f"fsdp_size is {args.fsdp_size}, but the model is an object that is loaded already: pass its name instead"
         )
+    elif args.model_dtype == "auto":
+        args.model_dtype = str(unwrap(model).dtype).removeprefix("torch.")
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     if args.checkpoint_sampling:
@@ -320,6 +322,22 @@ def refuse_float16(model: torch.nn.Module) -> None:
             "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
             "float32 (model_dtype; dtype=... of from_pretrained)"
         )
+
+
+def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
+    """Replace model_dtype 'auto' by the type that the device multiplies fast.
+
+    Where a CPU has no bfloat16 products, PyTorch takes several times as long for them as for those in float32.
+    """
+    if args.model_dtype != "auto":
+        return {}
+    args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
+    if args.device.type == "cpu" and args.quantization is None and not multiplies_bfloat16():
+        need, memory = weight_bytes(name, "float32"), total_memory()
+        args.model_dtype = "float32" if memory is not None and need <= memory / 4 else "bfloat16"
+        room = "unknown" if memory is None else f"{memory / 1e9:.1f} GB"
+        why = f"this CPU does not multiply bfloat16; the weights in float32 take {need / 1e9:.1f} GB, its memory is {room}"
+    return {"model_dtype": f"{args.model_dtype}: {why}"}
 
 
 def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:

@@ -12,6 +12,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from firedistill.models.loading import multiplies_bfloat16
+
 
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
     """The adapted projections for which `W + s B A` is one plain matrix: parent module, name within it, layer.
@@ -119,10 +121,9 @@ def can_pack(weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and type(weight.data) is Tensor
         and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
+        and multiplies_bfloat16()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
 
 
