@@ -1,6 +1,6 @@
 """The numbers of docs/results.md, from the runs of the study suites.
 
-    python docs/studies.py collect runs/study-parts    # writes docs/studies/study-parts.csv, a row per finished run
+    python docs/studies.py collect runs/study-parts    # a row per finished run in docs/studies/study-parts.csv; other rows stay
     python docs/studies.py tables                      # writes the tables between the marks in docs/results.md
 
 A row holds the settings that the study varies, the numbers of the last evaluation, statistics of the training log, and the answers to
@@ -230,9 +230,9 @@ def main(arguments: list[str]) -> None:
         case ["collect", *suites] if suites:
             STUDIES.mkdir(exist_ok=True)
             for name in dict.fromkeys(Path(suite).name for suite in suites):
-                rows = pd.concat([collect(Path(suite)) for suite in suites if Path(suite).name == name]).sort_values(
-                    KEYS, kind="stable"
-                )
+                before = [read_rows(name)] if (STUDIES / f"{name}.csv").is_file() else []
+                rows = pd.concat([*before, *(collect(Path(suite)) for suite in suites if Path(suite).name == name)])
+                rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS, kind="stable")
                 rows.to_csv(STUDIES / f"{name}.csv", index=False, float_format="%.6g")
                 print(f"{STUDIES / name}.csv: {len(rows)} finished runs")
         case ["tables"]:

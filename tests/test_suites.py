@@ -124,6 +124,16 @@ def test_the_papers_sweep():
     assert nominal == dict(gsm8k=1e-7, asdiv=5e-7, aqua_rat=1e-8, arc_challenge=5e-7, winogrande=5e-7, wic=5e-8)
 
 
+def test_settings_of_a_block_are_added_to_those_of_the_file(toy):
+    toy.write_text(SUITE.replace("blocks:", "settings: {ema_rate: 0.25, lora_r: 4}\nblocks:"))
+    toy.write_text(toy.read_text() + "  - {recipes: [toy.yaml], methods: [veto], label: plain}\n")
+    settings = {run.method: {k: run.settings[k] for k in ("ema_rate", "lora_r")} for run in make_plan(str(toy)).runs}
+    assert settings["fire"] == {"ema_rate": 0.5, "lora_r": 4} and settings["veto"] == {"ema_rate": 0.25, "lora_r": 4}
+    toy.write_text("settings: [1]\n" + SUITE)
+    with pytest.raises(ValueError, match="settings are .1.; expected a mapping"):
+        make_plan(str(toy))
+
+
 def test_the_laboratory_names_every_method_and_the_sweep(monkeypatch):
     """With a stand-in for its recipe, so that edits of the recipe do not matter."""
     monkeypatch.setattr(recipes, "read_recipe", lambda name: {"lab": {"model": "lab", "learning_rate": 1e-3}}[name])

@@ -132,7 +132,9 @@ def make_plan(
     suite, content, folder = read_suite(name)
     options = {key: absolute(key, value) for key, value in (options or {}).items()}
     shared = {key: value for key, value in content.items() if key in BLOCK_KEYS}
-    blocks = [shared | block for block in content["blocks"]]
+    blocks = [
+        {**shared, **block, "settings": settings_of(shared, name) | settings_of(block, name)} for block in content["blocks"]
+    ]
     runs: dict[str, PlannedRun] = {}
     for block in blocks:
         if (count := math.prod(len(listed(block, key, name, default=[0])) for key in LISTS)) > MOST_RUNS:
@@ -145,6 +147,13 @@ def make_plan(
     if unknown := [method for method in only or [] if method not in methods]:
         raise ValueError(f"--only names {unknown[0]!r}; {name} has {', '.join(dict.fromkeys(methods))}")
     return Plan(suite, str(content.get("title", suite)), options, list(runs.values()))
+
+
+def settings_of(block: Mapping[str, Any], name: str) -> dict[str, Any]:
+    settings = block.get("settings") or {}
+    if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
+        raise ValueError(f"{name}: settings are {shortened(repr(settings))}; expected a mapping of options to values")
+    return settings
 
 
 def runs_of(
@@ -161,9 +170,7 @@ def runs_of(
         raise ValueError(f"{name}: learning_rate_factors are {factors}; expected numbers above 0")
     methods = [str(m) for m in listed(block, "methods", name) if only is None or m in only]
     chosen_seeds = listed(block, "seeds", name, default=[0]) if seeds is None else seeds
-    own = block.get("settings") or {}
-    if not isinstance(own, dict) or not all(isinstance(key, str) for key in own):
-        raise ValueError(f"{name}: settings are {shortened(repr(own))}; expected a mapping of options to values")
+    own = block["settings"]
     label = str(block.get("label") or "")
     if not isinstance(per_seed := block.get("subset_per_seed", False), bool):
         raise ValueError(f"{name}: subset_per_seed is {shortened(repr(per_seed))}; expected true or false")
