@@ -214,6 +214,22 @@ def test_user_errors_are_reported_in_one_line(arguments, message, capsys, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "multiplies", "expected"),
+    [([], True, "bfloat16"), ([], False, "float32"), (["--dtype", "bfloat16"], False, "bfloat16")],
+)
+def test_models_are_of_the_type_that_the_cpu_multiplies(arguments, multiplies, expected, monkeypatch, tmp_path):
+    def run(sizes, options):
+        model, _ = prescribed.model_of(MODEL, options)
+        yield harness.rows({"n": 1}, {"a": lambda: None}, 1, details=lambda _: {"dtype": str(model.dtype)})[0]
+
+    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr("firedistill.cli.bench.multiplies_bfloat16", lambda: multiplies)
+    assert cli.main(["bench", "step", "--quick", "-o", str(tmp_path), *arguments]) == 0
+    found = json.loads((tmp_path / "step.json").read_text())
+    assert found["options"]["dtype"] == expected and found["rows"][0]["details"]["dtype"] == f"torch.{expected}"
+
+
 # ---- JSON while it runs, wall times on a GPU ----------------------------------------------------------------------------------
 
 

@@ -29,7 +29,6 @@ class Sizes:
     vocabulary: int = 151_936
     width: int = 1536
     fields: int = 4
-    dtype: str = "bfloat16"
     over: tuple[float, ...] = (0.0, 0.1, 1.0)
     # Values around the base point, all tokens over the radius.
     token_sweep: tuple[int, ...] = (55, 110, 220, 440, 880)
@@ -218,7 +217,7 @@ def prepared(variants: tuple[str, ...], *problem: Any) -> dict[str, Callable[[],
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    problem = sizes.width, sizes.dtype, options.device
+    problem = sizes.width, options.dtype, options.device
 
     def timed(case: dict[str, float], variants: tuple[str, ...], repeats: int, warm_up: bool) -> list[harness.Row]:
         setting = Setting(case, *problem)

@@ -54,11 +54,13 @@ class Options:
         model: hub id or folder for the benchmarks that run a model; None is a random model.
         repeats: timed runs per variant; None is the benchmark's default.
         device: "cpu" or "cuda".
+        dtype: "bfloat16" or "float32", the type of the model.
     """
 
     model: str | None = None
     repeats: int | None = None
     device: str = "cpu"
+    dtype: str = "bfloat16"
 
 
 def rows(

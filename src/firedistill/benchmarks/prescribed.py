@@ -50,7 +50,7 @@ READING = OWN, SHARED, BATCHES, ONE_BY_ONE = ("as in training", "shared prefixes
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The random model, in bfloat16, that runs if no real model is given."""
+    """The random model that runs if no real model is given."""
 
     layers: int = 8
     width: int = 512
@@ -85,7 +85,7 @@ def words(count: int, seed: int | str = 0) -> str:
 def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of the options and its tokenizer, or a random Llama and a tokenizer of whole words."""
     if options.model is not None:
-        return load_model_and_tokenizer(options.model)
+        return load_model_and_tokenizer(options.model, dtype=options.dtype)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=sizes.vocabulary,
@@ -100,7 +100,7 @@ def model_of(sizes: ModelSizes, options: Options) -> tuple[PreTrainedModel, PreT
         eos_token_id=2,
         initializer_range=0.05,  # large enough for distributions that are not uniform
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16), word_tokenizer()  # type: ignore[arg-type]  # the decorator of `to` has no types
+    return LlamaForCausalLM(config).to(getattr(torch, options.dtype)), word_tokenizer()
 
 
 def word_tokenizer() -> PreTrainedTokenizerBase:

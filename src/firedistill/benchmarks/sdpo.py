@@ -140,7 +140,7 @@ class TrlSteps(TrainerCallback):
         config = SDPOConfig(
             output_dir=tempfile.gettempdir(),
             use_cpu=options.device == "cpu",
-            bf16=False,  # no autocast: on both sides the base is bfloat16 and the factors are float32
+            bf16=False,  # no autocast: the base has one type on both sides, and the factors are float32
             per_device_train_batch_size=sizes.micro_batch,
             gradient_accumulation_steps=len(rollouts) // sizes.micro_batch,
             num_generations=1,

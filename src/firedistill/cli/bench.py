@@ -14,6 +14,7 @@ from firedistill.benchmarks import gpu, parts
 from firedistill.benchmarks.gpu.page import PAGE, write_page
 from firedistill.benchmarks.gpu.sizes import Setting
 from firedistill.benchmarks.harness import Options, hardware, plot, result, table, write
+from firedistill.models.loading import multiplies_bfloat16
 from firedistill.terminal import quiet_libraries, visible
 
 
@@ -31,6 +32,12 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
     parser.add_argument("--repeats", type=int, help="timed runs of each side")
     parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's choice")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--dtype",
+        choices=["auto", "bfloat16", "float32"],
+        default="auto",
+        help="type of the model; auto is float32 on a CPU that does not multiply bfloat16 matrices, and bfloat16 otherwise",
+    )
     parser.add_argument("-o", "--output", default="bench", help="folder for a .json and a .png per benchmark (bench)")
     options = parser.parse_args(list(arguments))
     for name, value in (("repeats", options.repeats), ("threads", options.threads)):
@@ -41,7 +48,9 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     quiet_libraries()
-    chosen = Options(options.model, options.repeats, options.device)
+    if options.dtype == "auto":
+        options.dtype = "bfloat16" if options.device == "cuda" or multiplies_bfloat16() else "float32"
+    chosen = Options(options.model, options.repeats, options.device, options.dtype)
     for name, benchmark in selected.items():
         if not options.names and (package := benchmarks.missing_package(benchmark)):
             console.print(f"{name} skipped: it compares with {package}, which is not installed")
