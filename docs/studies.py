@@ -191,15 +191,16 @@ def noise(table: pd.DataFrame, place: str) -> str:
 
 
 def beside_fire(table: pd.DataFrame) -> str:
-    header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "harder problems, %"]
-    header += ["entropy, nats", "generated tokens"]
+    harder = "also_arithmetic:hard"
+    header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)"]
+    header += ["harder problems, %"] * (harder in table) + ["entropy, nats", "generated tokens"]
     rows, fire = [], select(table, method="fire", variant="")
     for (method, variant), found in table.groupby(["method", "variant"], sort=False):
         reference = select(table, method="fire", variant=variant if variant == "law" else "")
         same = apart(found, reference, "sampled") if method != "fire" and len(reference) else ""
         row = [f"`{method}`{f' ({variant})' if variant else ''}", str(len(found)), spread(100 * found["accuracy"])]
         row += [spread(100 * found["sampled_accuracy"]), same]
-        row += [spread(100 * found["also_arithmetic:hard"]) if "also_arithmetic:hard" in found else ""]
+        row += [spread(100 * found[harder])] if harder in table else []
         rows.append([*row, spread(found["sampled_entropy"], 3), f"{found['generated_tokens'].mean():,.0f}"])
     return markdown(header, rows) if len(fire) else ""
 
