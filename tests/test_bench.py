@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,10 +38,12 @@ from firedistill.benchmarks import (
 )
 from firedistill.benchmarks.gpu import inspection, kernels, models, steps
 from firedistill.benchmarks.gpu.page import floor, page, rates_of
+from firedistill.benchmarks.gpu.sizes import FULL as FULL_GPU
 from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
+from firedistill.rollouts.hf import MERGING_PAYS_AFTER
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
 STEP = prescribed.StepSizes(prompt=30, fields=(5, 9), responses=tuple(range(4, 14)), micro_batch=2)
@@ -447,6 +450,40 @@ def test_an_engine_is_measured_with_every_switch_that_it_has():
     assert seen[0] == ("as in training", None, True) and len(seen) == 5
     assert ("merged, no graph", True, False) in seen and (engine.merge_adapter, engine.cuda_graph) == (None, True)
     assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
+
+
+def test_the_wall_time_excludes_the_look_for_child_processes(monkeypatch):
+    monkeypatch.setattr(harness, "processor_time", lambda: time.sleep(0.1) or 0.0)
+    (row,) = harness.rows({}, {"nothing": lambda: None}, repeats=3)
+    assert row["seconds"]["median"] < 0.05
+
+
+def test_the_workspace_of_products_is_set_before_the_first_one(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = []
+
+    def first_product(setting, settings):
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return {"factor": torch.zeros(1)}, [0.0]
+
+    monkeypatch.setattr(inspection, "lab_run", first_product)
+    assert len(list(inspection.same_seed(Setting("cpu", True, tmp_path)))) == 2
+    assert found == [":4096:8"] * 4
+
+
+def test_the_profile_is_of_merged_decoding():
+    assert FULL_GPU.profiled_tokens >= MERGING_PAYS_AFTER
+
+
+@pytest.mark.parametrize("printed", ["", "7 deselected in 0.01s"])
+def test_a_part_without_any_test_fails(printed, monkeypatch, tmp_path):
+    ended = SimpleNamespace(stdout=printed, stderr="", returncode=5)
+    monkeypatch.setattr(inspection.subprocess, "run", lambda *arguments, **settings: ended)
+    with pytest.raises(RuntimeError, match="pytest ran no test"):
+        list(inspection.tests(Setting("cuda", True, tmp_path, tests=tmp_path)))
+    ended.stdout, ended.returncode = "2 passed, 1 skipped in 0.01s", 0
+    (row,) = inspection.tests(Setting("cuda", True, tmp_path, tests=tmp_path))
+    assert row["details"] == {"passed": 2, "skipped": 1, "errors": 0, "names_failed": []}
 
 
 def test_waits_are_counted_by_place():

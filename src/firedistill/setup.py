@@ -36,6 +36,9 @@ from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabu
 
 logger = logging.getLogger(__name__)
 
+# The variable without which PyTorch refuses deterministic products on a GPU, and the larger one of the sizes that it accepts
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
 
 @dataclass
 class Setup:
@@ -307,9 +310,12 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let PyTorch use deterministic algorithms only, and raise where it has none."""
-    # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Let PyTorch use deterministic algorithms only, and raise where it has none.
+
+    PyTorch looks at `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product on a GPU. A process that has made one before this call
+    must have set the variable itself: the next product raises RuntimeError otherwise.
+    """
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # every element is written before it is read
     torch.backends.cudnn.benchmark = False
