@@ -43,6 +43,7 @@ from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
+from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollouts.hf import MERGING_PAYS_AFTER
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
@@ -450,6 +451,23 @@ def test_an_engine_is_measured_with_every_switch_that_it_has():
     assert seen[0] == ("as in training", None, True) and len(seen) == 5
     assert ("merged, no graph", True, False) in seen and (engine.merge_adapter, engine.cuda_graph) == (None, True)
     assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
+
+
+def test_graphs_of_the_engine_can_be_switched_off():
+    engine = SimpleNamespace(merge_adapter=True, decoder=SimpleNamespace(captures=True))
+    seen = {name: engine.decoder.captures for name in steps.switched(engine, is_gpu=True)}
+    assert seen["merged, graph"] and not seen["merged, no graph"] and len(seen) == 5 and engine.decoder.captures
+    assert len(list(steps.switched(engine, is_gpu=False))) == 3
+    assert len(list(steps.switched(SimpleNamespace(merge_adapter=True, decoder=None), is_gpu=True))) == 3
+
+
+def test_prompts_have_several_lengths_and_the_mean_that_was_asked_for():
+    tokenizer = prescribed.word_tokenizer()
+    task = models.GPUTask(FULL_GPU, tokenizer)
+    encoder = PromptEncoder(tokenizer)
+    lengths = [len(encoder.encode(student_messages(task, example))) for example in task.examples("train", 32)]
+    assert len(set(lengths)) > 4 and sum(lengths) / 32 == pytest.approx(FULL_GPU.prompt, abs=2)
+    assert lengths[0] == pytest.approx(FULL_GPU.prompt, abs=2)  # a batch of one
 
 
 def test_the_wall_time_excludes_the_look_for_child_processes(monkeypatch):

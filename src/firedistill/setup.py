@@ -359,8 +359,13 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
 
 
 def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
-    """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name."""
+    """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name.
+
+    On a GPU, PyTorch does without the attention of cuDNN from then on.
+    """
     decided, on_gpu = {}, args.device.type == "cuda"
+    if on_gpu:  # cuDNN plans its attention on the host for every new shape, and the shapes of steps differ
+        torch.backends.cuda.enable_cudnn_sdp(False)
     # The model may still have to move to the device.
     waiting = 0 if unwrap(model).device.type == "cuda" else sum(p.nbytes for p in model.parameters())
     unused = (unused_memory(args.device) or 0) - waiting if on_gpu else 0
