@@ -50,6 +50,11 @@ def can_fix(model: PreTrainedModel) -> bool:
     )
 
 
+def power_of_two(rows: int) -> int:
+    """The rows of the tensors for so many sequences."""
+    return 1 << (rows - 1).bit_length()
+
+
 class FixedLayer(StaticLayer):
     """Keys and values `[rows, heads, columns, size]` of a layer; `column` `[1]` says where the next ones are written."""
 
@@ -253,7 +258,7 @@ class FixedBatch:
     ):
         self.decoder, self.sampling, self.every = decoder, sampling, every
         self.count, self.steps = len(prompts), uniforms.shape[-1]
-        self.rows = 1 << (self.count - 1).bit_length()  # the others repeat the first one: few sizes, few graphs
+        self.rows = power_of_two(self.count)  # the others repeat the first one: few sizes, few graphs
         model = decoder.model
         read = Prompts(prompts, decoder.pad_id, model.device)
         self.width = read.ids.shape[-1]
