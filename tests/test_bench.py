@@ -453,6 +453,56 @@ def test_an_engine_is_measured_with_every_switch_that_it_has():
     assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
 
 
+def test_products_alone_have_the_chunk_of_the_device(monkeypatch):
+    problem, sizes = fire_head.Setting({"tokens": 6, "vocabulary": 40, "fields": 1, "over": 0.0}, 8, "float32", "cpu"), []
+    monkeypatch.setattr(fire_head, "default_chunk", lambda vocabulary, gpu: sizes.append((vocabulary, gpu)) or 4)
+    project = problem.head.project
+    monkeypatch.setattr(problem.head, "project", lambda states: sizes.append(len(states)) or project(states))
+    fire_head.run_products(problem)
+    assert sizes == [(40, False), 4, 4, 2, 2]
+
+
+def test_a_compiler_that_fails_leaves_the_other_rows(monkeypatch, tmp_path):
+    def failing(*arguments, **settings):
+        def fails(*inputs):
+            raise RuntimeError("no compiler\nis installed")
+
+        return fails
+
+    monkeypatch.setattr(kernels.torch, "compile", failing)
+    record = record_of("rows", tmp_path)
+    assert record["state"] == "done"
+    errors = [row["details"].get("error") for row in record["rows"] if row["variant"].startswith("torch.compile")]
+    assert errors == ["RuntimeError: no compiler is installed"] * 4
+    assert sum("seconds" in row for row in record["rows"]) == 2 * 4
+    assert "rows: torch.compile (aot_eager): RuntimeError: no compiler is installed" in page([record])
+
+
+def test_products_with_the_head_are_measured_as_training_makes_them(monkeypatch, tmp_path):
+    product, allowed = torch.mm, {}
+    flags = torch.backends.cuda.matmul
+
+    def mm(a, b, **settings):
+        allowed.setdefault((*a.shape, b.shape[1]), flags.allow_bf16_reduced_precision_reduction)
+        return product(a, b, **settings)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    before = flags.allow_bf16_reduced_precision_reduction
+    record_of("ceilings", tmp_path)
+    n, tokens, shape = TINY_GPU.matrix, TINY_GPU.head_tokens, TINY_GPU.shapes["1.5b"]
+    assert allowed == {
+        (n, n, n): before,
+        (tokens, shape.hidden, shape.vocabulary): False,
+        (tokens, shape.vocabulary, shape.hidden): False,
+    }
+
+
+def test_a_part_starts_without_the_head_of_another(tmp_path):
+    fire_head.output_embedding(40, 8, "float32", "cpu")
+    gpu.measure("ceilings", Setting("cpu", True, tmp_path))
+    assert fire_head.output_embedding.cache_info().currsize == 0
+
+
 def test_graphs_of_the_engine_can_be_switched_off():
     engine = SimpleNamespace(merge_adapter=True, decoder=SimpleNamespace(captures=True))
     seen = {name: engine.decoder.captures for name in steps.switched(engine, is_gpu=True)}

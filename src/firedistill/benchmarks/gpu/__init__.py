@@ -63,12 +63,13 @@ def measure(name: str, setting: Setting) -> tuple[dict[str, Any], Iterator[dict[
     """The facts and the rows of a part; see `parts.measured`."""
     import torch  # takes seconds, and the command's own process does without
 
-    from firedistill.benchmarks import harness
+    from firedistill.benchmarks import fire_head, harness
     from firedistill.terminal import quiet_libraries
 
     quiet_libraries()
     module, function, *more = FUNCTIONS[name]
     rows = getattr(importlib.import_module(f"{__name__}.{module}"), function)
+    fire_head.output_embedding.cache_clear()  # of another part, on the device
     gc.collect()
     gc.freeze()  # what is left are modules, which the collections between runs need not look at
     if setting.is_gpu:

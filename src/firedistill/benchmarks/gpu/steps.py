@@ -243,6 +243,7 @@ def steps_of(
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
+    reserved = {"reserved_mib": torch.cuda.max_memory_reserved() / harness.MIB} if setting.is_gpu else {}
     del trainer
     gc.collect()  # the next model may not fit beside this one
     median = {
@@ -258,7 +259,7 @@ def steps_of(
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
     case = {"method": method} | ({} if over is None else {"over": over}) | ({"attention": "cuDNN"} if cudnn_attention else {})
-    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing}
+    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing, **reserved}
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
