@@ -203,6 +203,8 @@ def load_setup(
             tokenizer,
             dtype=args.teacher_dtype or args.model_dtype,
             quantization=args.teacher_quantization,
+            attn_implementation=args.attn_implementation,
+            device=args.device if args.device.type == "cuda" else None,
         )
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
