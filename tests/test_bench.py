@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,10 +38,13 @@ from firedistill.benchmarks import (
 )
 from firedistill.benchmarks.gpu import inspection, kernels, models, steps
 from firedistill.benchmarks.gpu.page import floor, page, rates_of
+from firedistill.benchmarks.gpu.sizes import FULL as FULL_GPU
 from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
+from firedistill.prompts import PromptEncoder, student_messages
+from firedistill.rollouts.hf import MERGING_PAYS_AFTER
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
 STEP = prescribed.StepSizes(prompt=30, fields=(5, 9), responses=tuple(range(4, 14)), micro_batch=2)
@@ -463,6 +467,107 @@ def test_an_engine_is_measured_with_every_switch_that_it_has():
     assert seen[0] == ("as in training", None, True) and len(seen) == 5
     assert ("merged, no graph", True, False) in seen and (engine.merge_adapter, engine.cuda_graph) == (None, True)
     assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
+
+
+def test_products_alone_have_the_chunk_of_the_device(monkeypatch):
+    problem, sizes = fire_head.Setting({"tokens": 6, "vocabulary": 40, "fields": 1, "over": 0.0}, 8, "float32", "cpu"), []
+    monkeypatch.setattr(fire_head, "default_chunk", lambda vocabulary, gpu: sizes.append((vocabulary, gpu)) or 4)
+    project = problem.head.project
+    monkeypatch.setattr(problem.head, "project", lambda states: sizes.append(len(states)) or project(states))
+    fire_head.run_products(problem)
+    assert sizes == [(40, False), 4, 4, 2, 2]
+
+
+def test_a_compiler_that_fails_leaves_the_other_rows(monkeypatch, tmp_path):
+    def failing(*arguments, **settings):
+        def fails(*inputs):
+            raise RuntimeError("no compiler\nis installed")
+
+        return fails
+
+    monkeypatch.setattr(kernels.torch, "compile", failing)
+    record = record_of("rows", tmp_path)
+    assert record["state"] == "done"
+    errors = [row["details"].get("error") for row in record["rows"] if row["variant"].startswith("torch.compile")]
+    assert errors == ["RuntimeError: no compiler is installed"] * 4
+    assert sum("seconds" in row for row in record["rows"]) == 2 * 4
+    assert "rows: torch.compile (aot_eager): RuntimeError: no compiler is installed" in page([record])
+
+
+def test_products_with_the_head_are_measured_as_training_makes_them(monkeypatch, tmp_path):
+    product, allowed = torch.mm, {}
+    flags = torch.backends.cuda.matmul
+
+    def mm(a, b, **settings):
+        allowed.setdefault((*a.shape, b.shape[1]), flags.allow_bf16_reduced_precision_reduction)
+        return product(a, b, **settings)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    before = flags.allow_bf16_reduced_precision_reduction
+    record_of("ceilings", tmp_path)
+    n, tokens, shape = TINY_GPU.matrix, TINY_GPU.head_tokens, TINY_GPU.shapes["1.5b"]
+    assert allowed == {
+        (n, n, n): before,
+        (tokens, shape.hidden, shape.vocabulary): False,
+        (tokens, shape.vocabulary, shape.hidden): False,
+    }
+
+
+def test_a_part_starts_without_the_head_of_another(tmp_path):
+    fire_head.output_embedding(40, 8, "float32", "cpu")
+    gpu.measure("ceilings", Setting("cpu", True, tmp_path))
+    assert fire_head.output_embedding.cache_info().currsize == 0
+
+
+def test_graphs_of_the_engine_can_be_switched_off():
+    engine = SimpleNamespace(merge_adapter=True, decoder=SimpleNamespace(captures=True))
+    seen = {name: engine.decoder.captures for name in steps.switched(engine, is_gpu=True)}
+    assert seen["merged, graph"] and not seen["merged, no graph"] and len(seen) == 5 and engine.decoder.captures
+    assert len(list(steps.switched(engine, is_gpu=False))) == 3
+    assert len(list(steps.switched(SimpleNamespace(merge_adapter=True, decoder=None), is_gpu=True))) == 3
+
+
+def test_prompts_have_several_lengths_and_the_mean_that_was_asked_for():
+    tokenizer = prescribed.word_tokenizer()
+    task = models.GPUTask(FULL_GPU, tokenizer)
+    encoder = PromptEncoder(tokenizer)
+    lengths = [len(encoder.encode(student_messages(task, example))) for example in task.examples("train", 32)]
+    assert len(set(lengths)) > 4 and sum(lengths) / 32 == pytest.approx(FULL_GPU.prompt, abs=2)
+    assert lengths[0] == pytest.approx(FULL_GPU.prompt, abs=2)  # a batch of one
+
+
+def test_the_wall_time_excludes_the_look_for_child_processes(monkeypatch):
+    monkeypatch.setattr(harness, "processor_time", lambda: time.sleep(0.1) or 0.0)
+    (row,) = harness.rows({}, {"nothing": lambda: None}, repeats=3)
+    assert row["seconds"]["median"] < 0.05
+
+
+def test_the_workspace_of_products_is_set_before_the_first_one(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    found = []
+
+    def first_product(setting, settings):
+        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+        return {"factor": torch.zeros(1)}, [0.0]
+
+    monkeypatch.setattr(inspection, "lab_run", first_product)
+    assert len(list(inspection.same_seed(Setting("cpu", True, tmp_path)))) == 2
+    assert found == [":4096:8"] * 4
+
+
+def test_the_profile_is_of_merged_decoding():
+    assert FULL_GPU.profiled_tokens >= MERGING_PAYS_AFTER
+
+
+@pytest.mark.parametrize("printed", ["", "7 deselected in 0.01s"])
+def test_a_part_without_any_test_fails(printed, monkeypatch, tmp_path):
+    ended = SimpleNamespace(stdout=printed, stderr="", returncode=5)
+    monkeypatch.setattr(inspection.subprocess, "run", lambda *arguments, **settings: ended)
+    with pytest.raises(RuntimeError, match="pytest ran no test"):
+        list(inspection.tests(Setting("cuda", True, tmp_path, tests=tmp_path)))
+    ended.stdout, ended.returncode = "2 passed, 1 skipped in 0.01s", 0
+    (row,) = inspection.tests(Setting("cuda", True, tmp_path, tests=tmp_path))
+    assert row["details"] == {"passed": 2, "skipped": 1, "errors": 0, "names_failed": []}
 
 
 def test_waits_are_counted_by_place():

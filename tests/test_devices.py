@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer, setup
+from firedistill.checks import chosen_for_the_device
 from firedistill.memory import free_memory, total_memory, unused_memory
 from firedistill.models import loading
 from firedistill.models.errors import ModelError
@@ -83,6 +84,27 @@ def test_decisions_on_a_cpu(checkpoint, tmp_path):
         "merge_adapter": "true: the default for cpu",
         "gradient_checkpointing": "true: the default for cpu",
     }
+
+
+def test_attention_on_a_gpu_does_without_cudnn(monkeypatch):
+    """cuDNN plans every new shape on the host. The switch is one of the process."""
+    args, model = open_settings(merge_adapter=False, activation_checkpointing=True), add_lora(random_model())
+    monkeypatch.setattr(setup, "unused_memory", lambda device: 1e12)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        for device, enabled in (("cpu", True), ("cuda", False)):
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            setup.decide_for_device(SimpleNamespace(**{**vars(args), "device": torch.device(device)}), model)
+            assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_the_preflight_names_what_attention_does_without(checkpoint, tmp_path, monkeypatch):
+    found = setup.load_setup(run_config(checkpoint, tmp_path / "run"), task=ToyTask())
+    assert "cuDNN" not in chosen_for_the_device(found)["attn_implementation"]
+    monkeypatch.setattr(SelfDistillConfig, "device", GPU)
+    assert chosen_for_the_device(found)["attn_implementation"].endswith(", without cuDNN's kernels")
 
 
 def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_path, monkeypatch):

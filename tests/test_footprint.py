@@ -17,7 +17,16 @@ import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from firedistill import SelfDistillTrainer
-from firedistill.footprint import LiveBytes, counted, memory_of_step, over_layers, pass_memory, training_memory
+from firedistill.footprint import (
+    SCORES,
+    LiveBytes,
+    counted,
+    memory_of_step,
+    over_layers,
+    pass_memory,
+    sampling_memory,
+    training_memory,
+)
 from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
@@ -100,6 +109,22 @@ def test_equal_layers_are_counted_from_the_first_ones():
         raise TypeError("this kernel needs values")
 
     assert over_layers(causal_lm, fails, (7.0, 8.0)) == (7.0, 8.0) and len(causal_lm.model.layers) == 9
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
+    """Rows to powers of two and columns to windows, beside the keys and values of the prompts."""
+    model = add_lora(random_model())
+    if not fixed:
+        model.config._attn_implementation = "eager"
+    sizes = {"max_prompt_tokens": 60, "max_new_tokens": 40, "rollout_batch_size": 5, "eval_size": 0}
+    args = run_config("unused", tmp_path, **sizes, per_device_train_batch_size=5, merge_adapter=False)
+    per_token, scores = 2 * 2 * 2 * 8 * 4, SCORES * 4 * 263
+    on_cpu = sampling_memory(args, model)
+    assert on_cpu == (0, 5 * 100 * per_token, 5 * scores + pass_memory(model, 5, 60))
+    monkeypatch.setattr(type(args), "device", torch.device("cuda"))
+    on_gpu = (0, 8 * 256 * per_token, 5 * 60 * per_token + 8 * scores + pass_memory(model, 5, 60))
+    assert sampling_memory(args, model) == (on_gpu if fixed else on_cpu)
 
 
 # ---- Against the peak of a step ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from firedistill.memory import BatchLimit
+from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.lora import add_lora
 from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
@@ -32,7 +34,7 @@ from firedistill.rollouts.attention import grouped_attention
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
-from firedistill.rollouts.sampling import candidates, choose_tokens, penalise_repetition
+from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, candidates, choose_tokens, penalise_repetition
 from firedistill.teacher.ema import EMAWeights
 from tiny import byte_tokenizer, enable_checkpointing, random_model
 
@@ -588,6 +590,208 @@ def test_a_model_that_cannot_be_captured_runs_step_by_step(caplog):
     engine.decoder.captures = True
     assert engine.generate(PROMPTS, GREEDY, seed=0) == plain.generate(PROMPTS, GREEDY, seed=0)
     assert "without a CUDA graph" in caplog.text and not engine.decoder.captures
+
+
+class FailingCapture:
+    """Stands for the parts of `torch.cuda` that a capture uses, and fails at the stages that are named."""
+
+    def __init__(self, monkeypatch, stages, error):
+        self.stages, self.error, self.current, self.allocates, self.users = stages, error, "main", False, 0
+        for name, value in {
+            "CUDAGraph": object,
+            "graph_pool_handle": lambda: (0, 7),
+            "current_stream": lambda: self.current,
+            "current_device": lambda: 0,
+            "stream": self.stream,
+            "graph": lambda graph, **settings: self,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocation)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release)
+        step = fixed.Decoder.step
+        monkeypatch.setattr(fixed.Decoder, "step", lambda *arguments: self.step(step, *arguments))
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def __enter__(self):
+        self.current, self.allocates, self.users = "side", True, self.users + 1
+        self.fail("begin")
+
+    def __exit__(self, *error):
+        self.fail("end")
+        self.current = "main"
+        self.end_allocation(0, (0, 7))
+
+    def fail(self, stage):
+        if stage in self.stages:
+            raise RuntimeError("capture is invalid") if stage == "end" else self.error
+
+    def step(self, step, *arguments):
+        if self.current == "side":  # nothing is computed
+            return self.fail("step")
+        return step(*arguments)
+
+    def end_allocation(self, device, pool):
+        if not self.allocates:
+            raise RuntimeError("not currently recording")
+        self.allocates = False
+
+    def release(self, device, pool):
+        self.users -= 1
+
+
+@pytest.mark.parametrize("stages", [("begin",), ("step",), ("end",), ("step", "end")], ids=" and ".join)
+def test_a_capture_that_fails_leaves_nothing_behind(stages, monkeypatch, caplog):
+    model, tokenizer = ending_with([])
+    engine, plain = HFRolloutEngine(model, tokenizer, fixed=True), HFRolloutEngine(model, tokenizer)
+    expected = plain.generate(PROMPTS, GREEDY, seed=0)
+    engine.decoder.captures = True
+    device = FailingCapture(monkeypatch, stages, TypeError("this module cannot be captured"))
+    assert engine.generate(PROMPTS, GREEDY, seed=0) == expected
+    decoder = engine.decoder
+    assert (
+        device.current == "main" and not device.allocates and device.users == (stages == ("step",))
+    )  # then the graph is a user
+    assert decoder.pool is None and not any(decoder.graphs.values()) and not decoder.captures
+    reason = "capture is invalid" if stages == ("end",) else "this module cannot be captured"
+    assert [record.message for record in caplog.records] == [f"sampling runs without a CUDA graph: {reason}"]
+
+
+@pytest.mark.parametrize("stages", [("step",), ("step", "end")], ids=" and ".join)
+def test_a_capture_that_runs_out_of_memory_says_so(stages, monkeypatch):
+    """A smaller batch follows, by graphs again."""
+    decoder = fixed.Decoder(random_model(), 0, [2])
+    decoder.captures = True
+    device = FailingCapture(monkeypatch, stages, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        decoder.capture(2, 256, GREEDY)
+    assert device.current == "main" and not device.allocates and decoder.pool is None and decoder.captures
+
+
+def test_graphs_that_are_dropped_take_their_pool_along(few_candidates, monkeypatch):
+    model, tokenizer = ending_with([])
+    engine, pools = HFRolloutEngine(model, tokenizer, fixed=True), []
+    engine.decoder.captures = True
+
+    def capture(self, *arguments):
+        pools.append(self.pool)
+        self.pool = self.pool or (0, 7)
+        return Replayed(self.step, arguments)
+
+    monkeypatch.setattr(fixed, "GRAPHS", 2)
+    monkeypatch.setattr(fixed.Decoder, "capture", capture)
+    engine.generate(PROMPTS[:2], replace(GREEDY, max_new_tokens=20), seed=0)
+    assert pools == [None, (0, 7), None], "the third window found two graphs"
+    (key,) = engine.decoder.graphs
+    assert all(isinstance(part, int) for part in key), "a key is cheap to look up"
+
+
+def test_a_row_without_a_distribution_is_reported_after_another_was_drawn_again(monkeypatch):
+    """Where seen tokens have a penalty, the marks of both rows are made anew."""
+    model, tokenizer = ending_with([])
+    engine, calls, draw = HFRolloutEngine(model, tokenizer, fixed=True), [], fixed.draw
+
+    def drawn(scores, *arguments):
+        calls.append(draw(scores, *arguments))
+        if len(calls) == 2:
+            calls[-1][1] = NOT_FINITE
+        elif len(calls) == 4:
+            calls[-1][0] = TOO_FEW
+        return calls[-1]
+
+    monkeypatch.setattr(fixed, "draw", drawn)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        engine.generate(PROMPTS[:2], Sampling(repetition_penalty=1.3, max_new_tokens=12), seed=0)
+    assert len(calls) > 11, "drawn again"
+
+
+# ---- On a GPU by graphs, elsewhere step by step ----------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = {
+    "two windows": ([[5 + i % 200 for i in range(250)], [10, 11]], Sampling(max_new_tokens=24)),
+    "penalty": (PROMPTS, Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.3, max_new_tokens=40)),
+    "draws that need more candidates": (PROMPTS, Sampling(temperature=1.3, max_new_tokens=40)),
+}
+
+
+def three_ways(model, tokenizer, **options) -> list[HFRolloutEngine]:
+    """Engines with caches that grow, with fixed addresses step by step, and with fixed addresses as the device allows."""
+    engines = [HFRolloutEngine(model, tokenizer, fixed=choice, **options) for choice in (False, True, True)]
+    engines[1].decoder.captures = False
+    return engines
+
+
+def sampled(engines, prompts, sampling, seed):
+    """The responses, which are the same for all engines; on a GPU the last one has used graphs."""
+    found = [engine.generate(prompts, sampling, seed=seed) for engine in engines]
+    assert all(others == found[0] for others in found)
+    decoder = engines[-1].decoder
+    assert decoder.captures == any(decoder.graphs.values()) == (decoder.model.device.type == "cuda")
+    return found[0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_way_of_decoding_gives_the_same_tokens(case, device, monkeypatch):
+    """In float64, where no two rounding errors make another token. The second call replays the graphs of the first."""
+    if case.startswith("draws"):
+        monkeypatch.setattr(fixed, "CANDIDATES", 3)
+    model, tokenizer = ending_with([])
+    engines, again, draw_again = three_ways(model.double().to(device), tokenizer), [], fixed.FixedBatch.draw_again
+    monkeypatch.setattr(fixed.FixedBatch, "draw_again", lambda self, step: again.append(step) or draw_again(self, step))
+    prompts, sampling = CASES[case]
+    assert sampled(engines, prompts, sampling, 4) != sampled(engines, prompts, sampling, 5)
+    assert bool(again) == case.startswith("draws")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("merged", [False, True])
+def test_decoding_follows_other_sizes_and_weights(merged, device):
+    """More rows and columns than there was room for, fewer again, and an adapter that is updated in place."""
+    model, sampling = adapted("qwen2").double().to(device), Sampling(max_new_tokens=20)
+    engines = three_ways(model, byte_tokenizer(), merge_adapter=merged)
+    for prompts in (PROMPTS[:2], PROMPTS, [[5] * 250], PROMPTS[:2]):
+        sampled(engines, prompts, sampling, 1)
+    first = sampled(engines, PROMPTS, sampling, 1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.add_(0.2)
+    assert sampled(engines, PROMPTS, sampling, 1) != first
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("merged", [False, True])
+def test_graphs_repeat_the_steps_of_a_bfloat16_model_to_the_bit(merged, device):
+    """With the products of the adapter in bfloat16, as in training."""
+    model = adapted("qwen2", dtype=torch.bfloat16)
+    compute_in_base_dtype(model)
+    engines = three_ways(model.to(device), byte_tokenizer(), merge_adapter=merged)[1:]
+    for seed in (1, 2):
+        sampled(engines, PROMPTS, Sampling(max_new_tokens=40), seed)
+
+
+@pytest.mark.gpu
+def test_the_gpu_stays_usable_after_a_capture_that_fails(caplog):
+    """The model looks at a value, which a capture forbids."""
+    model, tokenizer = ending_with([])
+    model.double().cuda()
+    looks, stream = [], torch.cuda.current_stream()
+    hook = model.model.norm.register_forward_hook(lambda module, arguments, output: looks.append(output.sum().item()))
+    engines = three_ways(model, tokenizer)
+    found = [engine.generate(PROMPTS, GREEDY, seed=0) for engine in engines]
+    assert found[0] == found[1] == found[2] and looks and not engines[2].decoder.captures
+    assert "without a CUDA graph" in caplog.text and torch.cuda.current_stream() == stream
+    assert torch.rand(3, device="cuda").max() < 1, "the generator counts on"
+    hook.remove()
+    assert sampled(three_ways(model, tokenizer), PROMPTS, GREEDY, 0) == found[0]
 
 
 def test_memory_that_is_kept_is_freed_where_it_is_short(monkeypatch):

@@ -8,11 +8,12 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from firedistill import Example, FeedbackField, Verdict
 from firedistill.memory import BatchLimit
 from firedistill.models.lora import add_lora
-from firedistill.models.states import forward_batches, score_responses, unwrap
+from firedistill.models.states import ResponseStates, forward_batches, score_responses, unwrap
 from firedistill.ops import Head, check_head
 from firedistill.prompts import PromptEncoder, student_messages, teacher_messages
 from firedistill.rollout import Response, Rollout
@@ -47,6 +48,14 @@ def test_selection_and_weights():
     assert chosen.lengths == [1, 2]
     torch.testing.assert_close(states.token_weights(), torch.tensor([1 / 2] * 2 + [1 / 6] * 6 + [1.0]))
     assert states.select([]).hidden.shape == (0, 32)
+
+
+def test_numbers_of_responses_reach_their_tokens_without_a_wait():
+    """A device without values shows that the host knows their number."""
+    lengths, values = [2, 0, 3], [True, False, 7]
+    found = ResponseStates(torch.empty(5, 4), lengths).per_token(values)
+    assert found.tolist() == [1, 1, 7, 7, 7] and found.dtype == torch.long
+    assert ResponseStates(torch.empty(5, 4, device="meta"), lengths).per_token(values).shape == (5,)
 
 
 def test_forward_batches_stay_within_the_limit():
@@ -238,6 +247,36 @@ def test_states_without_fields_are_those_of_the_views_at_the_requested_tokens(sh
     assert cost <= naive if share_prefixes else cost == naive, "each view up to the last requested token of its response"
     if not read:
         assert cost == 0
+
+
+class MaskReads(TorchDispatchMode):
+    """Counts the operations for which the host waits to learn what a mask selects, or a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masks or name in ("nonzero", "_local_scalar_dense", "_unique2"):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_states_of_views_are_put_in_their_places_without_waits(monkeypatch):
+    """Beside the one read of `tokens`, which the host needs to choose what is read; reading itself is not counted."""
+    teacher, rollouts = moved_teacher(share_prefixes=False), rollouts_with_different_fields()
+    full, read = teacher.full(rollouts), teacher.states
+
+    def uncounted(*arguments):
+        with _disable_current_modes():
+            return read(*arguments)
+
+    monkeypatch.setattr(teacher, "states", uncounted)
+    with MaskReads() as reads:
+        teacher.states_without_fields(rollouts, full, torch.tensor([0, 2, 4, 9, 11, 15]))
+    assert reads.found == []
 
 
 def test_a_prompt_is_tokenized_once(monkeypatch):

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from firedistill import SelfDistillConfig
 from firedistill.checks import memory_estimate
 from firedistill.cli import main as cli
+from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
@@ -91,7 +92,6 @@ def test_the_teacher_is_who_it_says(kind, share_prefixes, places, tmp_path):
     """After three updates, compared with a model that is put together by hand."""
     from peft import PeftModel
 
-    from firedistill.models.loading import load_model_and_tokenizer
     from test_teacher import rollouts_with_different_fields
 
     trainer = run_trainer(
@@ -131,6 +131,24 @@ def test_the_memory_of_a_second_model_is_counted(places, tmp_path):
     assert memory_estimate(setup)["model of the teacher"] == 2 * sum(p.numel() for p in setup.teacher_model.parameters())
     assert "model of the teacher" not in memory_estimate(load_setup(run_config(places["base"], tmp_path)))
     assert load_setup(run_config(places["base"], tmp_path, teacher=places["model"]), teacher=False).teacher_model is None
+
+
+def test_a_second_model_is_loaded_as_the_student_is(places, tmp_path, monkeypatch):
+    config = run_config(places["base"], tmp_path, teacher=places["model"], attn_implementation="eager")
+    loaded = load_setup(config)
+    assert {model.config._attn_implementation for model in (unwrap(loaded.model), loaded.teacher_model)} == {"eager"}
+
+    def without_a_gpu(name, *, device, **settings):
+        devices.append(device)
+        return load_model_and_tokenizer(name, **settings)
+
+    devices = []
+    for module in ("setup", "teacher.own_model"):
+        monkeypatch.setattr(f"firedistill.{module}.load_model_and_tokenizer", without_a_gpu)
+    monkeypatch.setattr(SelfDistillConfig, "device", torch.device("cuda", 1))
+    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda args, model: {})
+    load_setup(config)
+    assert devices == [torch.device("cuda", 1)] * 2
 
 
 def test_without_feedback_the_teacher_has_the_students_prompt(places, tmp_path):
@@ -224,6 +242,7 @@ def test_teachers_that_do_not_fit_are_refused(places, tmp_path):
     [
         ({"teacher": "student", "teacher_dtype": "float32"}, "teacher is 'student', and teacher_dtype"),
         ({"teacher_quantization": "nf4"}, "teacher is 'ema', and teacher_dtype"),
+        ({"teacher": "some/model", "teacher_dtype": "float16"}, "teacher_dtype is 'float16': expected 'bfloat16' or 'float32'"),
         ({"teacher": "some/model", "fsdp_size": 2}, "teacher 'some/model' has weights of its own, which fsdp_size"),
     ],
 )

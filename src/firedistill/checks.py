@@ -553,7 +553,8 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
     return {
         **setup.decided,
         "attn_implementation": f"{unwrap(setup.model).config._attn_implementation}"
-        + ("" if args.attn_implementation else ", the default of transformers for this model"),
+        + ("" if args.attn_implementation else ", the default of transformers for this model")
+        + (", without cuDNN's kernels" if device.type == "cuda" else ""),
         "teacher views": (
             "one response at a time, shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
         )

@@ -151,7 +151,7 @@ class SelfDistillConfig(TrainingArguments):
     teacher_dtype: str | None = method_setting(
         None,
         "Data type of a teacher that is a model of its own; by default that of --model_dtype.",
-        choices=("bfloat16", "float16", "float32"),
+        choices=("bfloat16", "float32"),
     )
     teacher_quantization: str | None = method_setting(
         None, "'nf4' loads a teacher that is a model of its own in 4 bits.", choices=("nf4",)

@@ -28,6 +28,8 @@ from firedistill.models.sharding import local
 from firedistill.models.states import inference_mode, is_sharded, last_hidden_states, unwrap
 from firedistill.objectives import load_objective
 from firedistill.ops import fire_head
+from firedistill.rollouts.fixed import WINDOW, can_fix, power_of_two
+from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.merging import can_pack, merged_bytes
 from firedistill.teacher.prefix_cache import can_share_prefixes
 
@@ -175,9 +177,13 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
     copies = 0
     if args.merge_adapter:
         copies = merged_bytes(model) + (head.weight.nbytes if head is not None and can_pack(head.weight) else 0)
-    caches = rows * (width + args.max_new_tokens) * cache_bytes_per_token(causal_lm)
+    read, per_token = min(rows, asked), cache_bytes_per_token(causal_lm)
+    columns, first = width + args.max_new_tokens, 0.0
+    if args.device.type == "cuda" and (decoded := causal_lm_for_decoding(model)) is not None and can_fix(decoded):
+        # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
+        rows, columns, first = power_of_two(rows), -(-columns // WINDOW) * WINDOW, read * width * per_token
     scores = SCORES * 4 * rows * config.vocab_size
-    return copies, caches, scores + pass_memory(model, min(rows, asked), width)
+    return copies, rows * columns * per_token, first + scores + pass_memory(model, read, width)
 
 
 def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:

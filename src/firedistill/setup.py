@@ -36,6 +36,9 @@ from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabu
 
 logger = logging.getLogger(__name__)
 
+# The variable without which PyTorch refuses deterministic products on a GPU, and the larger one of the sizes that it accepts
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
 
 @dataclass
 class Setup:
@@ -200,6 +203,8 @@ def load_setup(
             tokenizer,
             dtype=args.teacher_dtype or args.model_dtype,
             quantization=args.teacher_quantization,
+            attn_implementation=args.attn_implementation,
+            device=args.device if args.device.type == "cuda" else None,
         )
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
@@ -307,9 +312,12 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Let PyTorch use deterministic algorithms only, and raise where it has none."""
-    # Read when a cuBLAS handle is created; PyTorch refuses products without it. The size is the larger one of those it accepts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Let PyTorch use deterministic algorithms only, and raise where it has none.
+
+    PyTorch looks at `CUBLAS_WORKSPACE_CONFIG` once, at the first matrix product on a GPU. A process that has made one before this call
+    must have set the variable itself: the next product raises RuntimeError otherwise.
+    """
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
     torch.use_deterministic_algorithms(True)
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False  # every element is written before it is read
     torch.backends.cudnn.benchmark = False
@@ -353,8 +361,13 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
 
 
 def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
-    """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name."""
+    """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name.
+
+    On a GPU, PyTorch does without the attention of cuDNN from then on.
+    """
     decided, on_gpu = {}, args.device.type == "cuda"
+    if on_gpu:  # cuDNN plans its attention on the host for every new shape, and the shapes of steps differ
+        torch.backends.cuda.enable_cudnn_sdp(False)
     # The model may still have to move to the device.
     waiting = 0 if unwrap(model).device.type == "cuda" else sum(p.nbytes for p in model.parameters())
     unused = (unused_memory(args.device) or 0) - waiting if on_gpu else 0

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from firedistill.benchmarks import harness
 from firedistill.ops import Head, fire_head_loss
-from firedistill.ops.fire_head import CHUNK_ELEMENTS, CHUNK_TOKENS, first_pass
+from firedistill.ops.fire_head import default_chunk, first_pass
 
 TITLE = "Head and loss, forward and backward, from the last hidden states"
 
@@ -188,7 +188,7 @@ def run_products(setting: Setting) -> None:
 
     Forward for the student, the full teacher and, where the radius is violated, each view; backward once.
     """
-    size = max(CHUNK_TOKENS, CHUNK_ELEMENTS // setting.head.vocabulary_size)
+    size = default_chunk(setting.head.vocabulary_size, setting.student.is_cuda)
     for student, views in zip(setting.student.split(size), setting.views.split(size, dim=1), strict=True):
         products = setting.head.project(student)
         with torch.no_grad():

@@ -40,8 +40,10 @@ class ResponseStates:
 
     def per_token(self, values: Sequence[int]) -> Tensor:
         """One integer per response, at every token of it; `[M]`."""
-        each, lengths = (torch.tensor(list(x), dtype=torch.long, device=self.hidden.device) for x in (values, self.lengths))
-        return each.repeat_interleave(lengths)
+        each, lengths = (torch.tensor(list(x), dtype=torch.long) for x in (values, self.lengths))
+        return each.repeat_interleave(lengths).to(
+            self.hidden.device, non_blocking=True
+        )  # made on the host, which does not wait
 
     @staticmethod
     def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:

@@ -6,8 +6,10 @@ is captured once as a CUDA graph, for each width of the cache that attention rea
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -48,6 +50,11 @@ def can_fix(model: PreTrainedModel) -> bool:
     )
 
 
+def power_of_two(rows: int) -> int:
+    """The rows of the tensors for so many sequences."""
+    return 1 << (rows - 1).bit_length()
+
+
 class FixedLayer(StaticLayer):
     """Keys and values `[rows, heads, columns, size]` of a layer; `column` `[1]` says where the next ones are written."""
 
@@ -79,12 +86,14 @@ class Decoder:
 
     Attributes:
         rows, columns: sequences, and tokens of prompt and response together, that there is room for.
-        graphs: by rows, window, sampling parameters and addresses of the weights; None for a step that has run once.
+        kind: stands for sampling parameters and addresses of the weights.
+        graphs: by rows, window and kind; None for a step that has run once.
     """
 
     def __init__(self, model: PreTrainedModel, pad_id: int, stop_ids: Sequence[int]):
         self.model, self.pad_id, self.stop_ids = model, pad_id, stop_ids
         self.captures = model.device.type == "cuda"
+        self.numbers = itertools.count()
         self.release()
 
     def release(self) -> None:
@@ -92,9 +101,15 @@ class Decoder:
         self.rows = self.columns = 0
         self.shown = (0, 0)
         self.addresses: tuple[int, ...] = ()  # of the weights
+        self.kind = -1
         self.layers: list[FixedLayer] = []
         self.tensors: dict[str, Tensor] = {}
-        self.graphs: dict[Any, torch.cuda.CUDAGraph | None] = {}
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Free all graphs, and their pool with them: PyTorch refuses captures into a pool that no graph uses any more."""
+        self.graphs: dict[tuple[int, int, int], torch.cuda.CUDAGraph | None] = {}
+        self.kinds: dict[Any, int] = {}  # never two of the same number: the present kind may not be among them
         self.pool: Any = None  # memory that all graphs use, one after the other
 
     def reserve(self, like: Sequence[tuple[Tensor, Tensor]], rows: int, columns: int, vocabulary: int) -> None:
@@ -120,6 +135,14 @@ class Decoder:
             keys, values = (x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in states)
             self.layers.append(FixedLayer(keys, values, self.tensors["column"]))
         self.cache = Cache(layers=[*self.layers])
+
+    def choose_kind(self, sampling: Sampling) -> None:
+        """Let `advance` use the graphs of these parameters and of the present weights."""
+        self.addresses = tuple(tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers()))
+        key = replace(sampling, max_new_tokens=0), self.addresses
+        if key not in self.kinds:
+            self.kinds[key] = next(self.numbers)
+        self.kind = self.kinds[key]
 
     def forward(self, rows: int, window: int) -> Tensor:
         """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
@@ -172,14 +195,16 @@ class Decoder:
     def advance(self, rows: int, column: int, sampling: Sampling) -> None:
         """`step` at this column, from a graph where there is one."""
         window = self.window(rows, column)
-        key = rows, window, replace(sampling, max_new_tokens=0), self.addresses
+        key = rows, window, self.kind
         # The first step of its kind runs by itself, so that libraries allocate what they keep outside of a graph.
         if self.captures and key in self.graphs:
             self.graphs[key] = graph = self.graphs[key] or self.capture(rows, window, sampling)
             if graph is not None:
                 return graph.replay()
         elif self.captures:
-            self.graphs = {**self.graphs, key: None} if len(self.graphs) < GRAPHS else {key: None}
+            if len(self.graphs) == GRAPHS:
+                self.drop_graphs()
+            self.graphs[key] = None
         self.step(rows, window, sampling)
 
     def capture(self, rows: int, window: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
@@ -187,15 +212,31 @@ class Decoder:
         try:
             graph = torch.cuda.CUDAGraph()
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            # Where a capture does not begin or end, `torch.cuda.graph` leaves its own stream current.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            ):
                 self.step(rows, window, sampling)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            logger.warning("sampling runs without a CUDA graph: %s", " ".join(str(error).split())[:200])
+        except Exception as error:
+            self.clean_up()
+            cause = error.__context__ or error  # of a step that failed, and whose capture could not be ended either
+            if is_out_of_memory(cause):
+                raise cause from None
+            logger.warning("sampling runs without a CUDA graph: %s", " ".join(str(cause).split())[:200])
             self.captures = False
             return None
         return graph
+
+    def clean_up(self) -> None:
+        """Undo what a failed capture leaves behind: allocation in the pool, of which it is a user, and a generator in its middle."""
+        with suppress(Exception):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)  # raises if the capture has ended it
+            torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
+        with suppress(Exception):
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+        self.drop_graphs()
 
 
 class FixedBatch:
@@ -217,7 +258,7 @@ class FixedBatch:
     ):
         self.decoder, self.sampling, self.every = decoder, sampling, every
         self.count, self.steps = len(prompts), uniforms.shape[-1]
-        self.rows = 1 << (self.count - 1).bit_length()  # the others repeat the first one: few sizes, few graphs
+        self.rows = power_of_two(self.count)  # the others repeat the first one: few sizes, few graphs
         model = decoder.model
         read = Prompts(prompts, decoder.pad_id, model.device)
         self.width = read.ids.shape[-1]
@@ -236,7 +277,7 @@ class FixedBatch:
         decoder.reserve(states, self.rows, columns, scores.shape[-1])
         at, spare = decoder.tensors, self.rows - self.count
         expansion = torch.tensor(read.expansion + read.expansion[:1] * spare, device=model.device)
-        decoder.addresses = tuple(tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers()))
+        decoder.choose_kind(sampling)
         for layer, pair in zip(decoder.layers, states, strict=True):
             for buffer, read_states in zip(layer.buffers, pair, strict=True):
                 buffer[: self.rows, :, : self.width] = read_states[expansion]
@@ -288,7 +329,7 @@ class FixedBatch:
         at, rows = self.decoder.tensors, self.rows
         assert self.prompts_seen is not None
         at["seen"][:rows] = self.prompts_seen
-        at["seen"][:rows].scatter_(-1, at["responses"][:rows, :step], True)
+        at["seen"][:rows].scatter_(-1, at["responses"][:rows, :step].clamp(min=0), True)
 
     def keep(self, rows: list[int]) -> bool:
         return False

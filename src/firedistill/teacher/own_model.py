@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import cast
 
+import torch
 from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,17 +36,22 @@ def model_teacher(
     *,
     dtype: str,
     quantization: str | None = None,
+    attn_implementation: str | None = None,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Another model, frozen, and its tokenizer, whose chat template its prompts get.
 
     Args:
         name: as in `load_model_and_tokenizer`.
         student, tokenizer: for comparison.
+        dtype, quantization, attn_implementation, device: as in `load_model_and_tokenizer`.
 
     Raises:
         ModelError: the model cannot be loaded, its tokenizer has other tokens, or its head has fewer rows than the student's.
     """
-    model, its_tokenizer = load_model_and_tokenizer(name, dtype=dtype, quantization=quantization)
+    model, its_tokenizer = load_model_and_tokenizer(
+        name, dtype=dtype, quantization=quantization, attn_implementation=attn_implementation, device=device
+    )
     ours, theirs = tokenizer.get_vocab(), its_tokenizer.get_vocab()
     if different := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
         raise ModelError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from weakref import WeakKeyDictionary
@@ -162,19 +163,22 @@ class Teacher:
             full: states of the rollouts under the full view.
             tokens: `[K]`, ascending indices into the tokens of `full`.
         """
-        response = full.per_token(range(len(rollouts)))[tokens]
-        position = tokens - torch.tensor([0, *accumulate(full.lengths)], device=tokens.device)[response]
-        ends = {i: int(position[response == i].max()) + 1 for i in response.unique().tolist()}
+        starts = [0, *accumulate(full.lengths)]
+        places: dict[int, list[tuple[int, int]]] = {}  # of each response: indices into `tokens`, positions in the response
+        for row, token in enumerate(tokens.tolist()):
+            i = bisect_right(starts, token) - 1
+            places.setdefault(i, []).append((row, token - starts[i]))
         same_views: dict[tuple[View, ...], list[int]] = {}
-        for i in ends:
+        for i in places:
             same_views.setdefault(tuple(view for _, view in field_groups(rollouts[i].feedback)), []).append(i)
         states = full.hidden[tokens].repeat(max(map(len, same_views), default=0), 1, 1)
         for without, members in same_views.items():
-            views = self.states([rollouts[i] for i in members], without, [ends[i] for i in members])
-            for j, view in enumerate(views):
-                for i, hidden in zip(members, view.hidden.split(view.lengths), strict=True):
-                    here = response == i
-                    states[j, here] = hidden[position[here]]
+            ends = [places[i][-1][1] + 1 for i in members]
+            offsets = accumulate(ends, initial=0)
+            moved = [(row, at + offset) for i, offset in zip(members, offsets, strict=False) for row, at in places[i]]
+            rows, found = torch.tensor(moved).to(tokens.device, non_blocking=True).unbind(-1)
+            for j, view in enumerate(self.states([rollouts[i] for i in members], without, ends)):
+                states[j, rows] = view.hidden[found]
         return states
 
     def forget(self) -> None:

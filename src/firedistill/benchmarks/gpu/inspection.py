@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages
 from firedistill.recipes import build_config
 from firedistill.rollout import Sampling
+from firedistill.setup import CUBLAS_WORKSPACE
 
 # ---- What the host waits for, and where the time goes ----------------------------------------------------------------------------
 
@@ -159,6 +161,7 @@ def same_seed(setting: Setting) -> Iterator[harness.Row]:
 
     Measured again with the package's option `deterministic`, if it has one, in the same process.
     """
+    os.environ.setdefault(*CUBLAS_WORKSPACE)  # PyTorch looks at it at the first product only
     known = {field.name for field in fields(SelfDistillConfig)}
     for deterministic in (False, True) if "deterministic" in known else (False,):
         runs = [lab_run(setting, {"deterministic": True} if deterministic else {}) for _ in range(2)]
@@ -208,6 +211,8 @@ def tests(setting: Setting) -> Iterator[harness.Row]:
     if ended.returncode not in (0, 1, 5):  # passed, failed, none collected
         raise RuntimeError(f"pytest ended with {ended.returncode}: {' '.join((ended.stdout + ended.stderr).split())[-300:]}")
     counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", ended.stdout)}
+    if not counts:
+        raise RuntimeError(f"pytest ran no test: {' '.join((ended.stdout + ended.stderr).split())[-300:]}")
     counts["errors"] = counts.pop("error", 0) + counts.get("errors", 0)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
     yield row_of({"marked": "gpu"}, "pytest", [time.perf_counter() - start], details={**counts, "names_failed": failed})

@@ -27,6 +27,7 @@ from firedistill.trainer import SelfDistillTrainer
 LOGIT_DEVIATION = 8.0  # of the random models: the 128 best of 150,000 tokens have nearly all of the probability
 CONTEXT_SHARE = 0.01  # of the usual output of attention: most tokens are inside the radius then
 FREE = 1e-12  # a learning rate that leaves a model as it is
+LENGTHS = (1.0, 0.8, 1.2, 0.9, 1.1, 0.85, 1.15, 1.0)  # of prompts, in turn: each batch has a shape of its own, as in training
 
 
 def random_model(shape: Shape, device: str) -> PreTrainedModel:
@@ -60,7 +61,7 @@ def random_model(shape: Shape, device: str) -> PreTrainedModel:
 
 
 class GPUTask(PrescribedTask):
-    """Prompts of a given number of tokens; every second response that is judged is wrong, whatever it says."""
+    """Prompts of about a given number of tokens; every second response that is judged is wrong, whatever it says."""
 
     name = "bench"
 
@@ -72,7 +73,8 @@ class GPUTask(PrescribedTask):
         self.words = max(1, round((sizes.prompt - empty) * 100 / (hundred - empty)))
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        return [Example(f"bench/{split}/{i}", words(self.words, seed=i), "unknown") for i in range(n or 64)]
+        counts = [round(share * self.words) for _, share in zip(range(n or 64), cycle(LENGTHS), strict=False)]
+        return [Example(f"bench/{split}/{i}", words(count, seed=i), "unknown") for i, count in enumerate(counts)]
 
     def verify(self, example: Example, response: str) -> Verdict:
         return Verdict(next(self.verdicts), None, example.answer, well_formed=True)

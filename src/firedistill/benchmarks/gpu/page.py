@@ -95,6 +95,8 @@ def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
                 found.append(f"{record['part']}: {row['variant']} is wrong ({case_text(row)})")
             if facts.get("equal") is False:
                 found.append(f"{record['part']}: {row['variant']}: not equal to the bit ({case_text(row)})")
+            if "error" in facts:
+                found.append(f"{record['part']}: {row['variant']}: {facts['error']} ({case_text(row)})")
             if facts.get("failed") or facts.get("errors"):
                 found.append(f"{record['part']}: {facts}")
     yield "Every part has a result, and every check holds." if not found else "To look at:"

@@ -32,6 +32,7 @@ FIRE, FULL_CONTEXT = "fire", "full_context"
 # What an engine may let us switch, by the attribute: where it has none of them, it is measured as it is.
 SWITCHES = {
     "merge_adapter": ("unmerged", "merged"),
+    "decoder.captures": ("no graph", "graph"),
     "graph": ("no graph", "graph"),
     "graphs": ("no graph", "graph"),
     "cuda_graph": ("no graph", "graph"),
@@ -41,19 +42,22 @@ SWITCHES = {
 
 def switched(engine: Any, is_gpu: bool) -> Iterator[str]:
     """Set the engine to every combination of what it lets us switch; yields the name of each."""
-    present = [
-        name
-        for name in SWITCHES
-        if hasattr(engine, name) and isinstance(getattr(engine, name), bool | None) and (is_gpu or "graph" not in name)
-    ]
+    present = []  # object, attribute, present value and texts of each switch
+    for name, texts in SWITCHES.items():
+        *path, attribute = name.split(".")
+        owner = engine
+        for step in path:
+            owner = getattr(owner, step, None)
+        value = getattr(owner, attribute, ...)
+        if isinstance(value, bool | None) and (is_gpu or "graph" not in texts):
+            present.append((owner, attribute, value, texts))
     yield "as in training"
-    before = {name: getattr(engine, name) for name in present}
     for values in product((False, True), repeat=len(present)) if present else ():
-        for name, value in zip(present, values, strict=True):
-            setattr(engine, name, value)
-        yield ", ".join(SWITCHES[name][value] for name, value in zip(present, values, strict=True))
-    for name, value in before.items():
-        setattr(engine, name, value)
+        for (owner, attribute, *_), value in zip(present, values, strict=True):
+            setattr(owner, attribute, value)
+        yield ", ".join(texts[value] for (*_, texts), value in zip(present, values, strict=True))
+    for owner, attribute, value, _ in present:
+        setattr(owner, attribute, value)
 
 
 def decoding(setting: Setting) -> Iterator[harness.Row]:
@@ -75,6 +79,8 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
                     return max(len(response.token_ids) for response in found)
 
                 steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
+                if engine.decoder is not None and engine.decoder.captures:
+                    facts["graphs"] = sum(graph is not None for graph in engine.decoder.graphs.values())
                 yield row_of({"batch": batch, "prompt": sizes.prompt}, name, steps, work=per_step, details=facts)
 
 
@@ -188,6 +194,8 @@ def whole_step(setting: Setting, shape: str) -> Iterator[harness.Row]:
     cases: list[tuple[str, float | None]] = [(FULL_CONTEXT, None), (FIRE, 0.1)]
     for method, over in [*cases, (FIRE, 1.0)] if shape == "1.5b" else cases:
         yield from steps_of(setting, sizes, partial(random_model, sizes, setting.device), method, over)
+    if shape == "1.5b" and setting.is_gpu:
+        yield from steps_of(setting, sizes, partial(random_model, sizes, setting.device), FIRE, 0.1, cudnn_attention=True)
 
 
 def step_with_vllm(setting: Setting) -> Iterator[harness.Row]:
@@ -211,12 +219,14 @@ def steps_of(
     method: str,
     over: float | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    cudnn_attention: bool = False,
     **settings: Any,
 ) -> Iterator[harness.Row]:
     """A row for the whole step, and one for each of its phases.
 
     Args:
         model: makes the model, or returns the name of one.
+        cudnn_attention: with the kernels that training on a GPU does without.
     """
     sizes = setting.sizes
 
@@ -226,11 +236,14 @@ def steps_of(
 
     with trainer_of(setting, model(), tokenizer, EveryStep(before), method=method, **settings) as trainer:
         trainer.over = over
+        if cudnn_attention:
+            torch.backends.cuda.enable_cudnn_sdp(True)  # the next trainer switches it off
         trainer.train(preflight=False)
         rows = trainer.rows[sizes.warm_up_steps :]
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
+    reserved = {"reserved_mib": torch.cuda.max_memory_reserved() / harness.MIB} if setting.is_gpu else {}
     del trainer
     gc.collect()  # the next model may not fit beside this one
     median = {
@@ -245,8 +258,8 @@ def steps_of(
         "teacher": ("seconds_score", work["teacher"]),
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
-    case = {"method": method} | ({} if over is None else {"over": over})
-    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing}
+    case = {"method": method} | ({} if over is None else {"over": over}) | ({"attention": "cuDNN"} if cudnn_attention else {})
+    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing, **reserved}
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
