@@ -41,9 +41,8 @@ class ResponseStates:
     def per_token(self, values: Sequence[int]) -> Tensor:
         """One integer per response, at every token of it; `[M]`."""
         each, lengths = (torch.tensor(list(x), dtype=torch.long) for x in (values, self.lengths))
-        return each.repeat_interleave(lengths).to(
-            self.hidden.device, non_blocking=True
-        )  # made on the host, which does not wait
+        # Made on the host, which does not wait for the device then.
+        return each.repeat_interleave(lengths).to(self.hidden.device, non_blocking=True)
 
     @staticmethod
     def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:
