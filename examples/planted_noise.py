@@ -79,7 +79,7 @@ def measure(model: str, task, problems: int, seed: int, max_new_tokens: int):
     """Energies and weights of each field, one entry per token of the wrong answers, and the number of these answers."""
     args = SelfDistillConfig(
         model=model,
-        model_dtype="float32" if model == "lab" else "bfloat16",
+        model_dtype="float32" if model == "lab" else "auto",
         use_cpu=not torch.cuda.is_available(),
         temperature=1.0,
         top_p=1.0,
