@@ -518,12 +518,14 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
     process.join()
     child = suite.record(slow)["pid"]
     assert suite.state(slow).name == "running", "its own process is alive"
-    events = []
+    events, ended = [], []
 
     def end_it(states):
-        if any("still running, process " in line for line in events) and states[slow.id].name == "running":
+        if not ended and any("still running, process " in line for line in events):
+            assert states[slow.id].name == "running"
             assert lock(suite.state_path(slow, "lock")) is None, "a third suite process leaves it alone"
             os.kill(child, signal.SIGKILL)
+            ended.append(child)
 
     runner = Runner(suite, plan, plan.runs, command=stub({}), on_event=events.append, on_poll=end_it, pause=0.02)
     states = runner.work()
