@@ -134,6 +134,7 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
         (False, 3.9, {}, "bfloat16"),
         (False, None, {}, "bfloat16"),
         (False, 100, {"quantization": "nf4"}, "bfloat16"),
+        (False, 100, {"quantization": "auto"}, "float32"),
         (False, 100, {"device": GPU}, "bfloat16"),
         (False, 100, {"model_dtype": "bfloat16"}, "bfloat16"),
         (True, 100, {"model_dtype": "float32"}, "float32"),

@@ -340,7 +340,7 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
     if args.model_dtype != "auto":
         return {}
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
-    if args.device.type == "cpu" and args.quantization is None and not multiplies_bfloat16():
+    if args.device.type == "cpu" and args.quantization != "nf4" and not multiplies_bfloat16():
         need, memory = weight_bytes(name, "float32"), total_memory()
         args.model_dtype = "float32" if memory is not None and need <= memory / 4 else "bfloat16"
         room = "unknown" if memory is None else f"{memory / 1e9:.1f} GB"
