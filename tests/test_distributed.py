@@ -245,7 +245,7 @@ def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, t
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FIREDISTILL_TEST": str(run)}  # marks the workers
     with open(tmp_path / "log", "w") as log:
         launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        wait_for(lambda: (run / "checkpoint-2").is_dir() or launcher.poll() is not None, 240)
+        wait_for(lambda: (run / "checkpoint-2").is_dir() or launcher.poll() is not None, 400)
         workers = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
