@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from statistics import fmean, pstdev
 
 import pytest
@@ -208,3 +209,18 @@ def test_the_two_readings_of_the_largest_influence():
 def test_settings_are_checked(method, settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         load_objective(method, settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "feedback", "complaint"),
+    [
+        ("negative_advantage", "student", True, "method negative_advantage uses no teacher"),
+        ("negative_advantage", "ema", False, "method negative_advantage uses no teacher"),
+        ("rlcsd", "model", False, "method rlcsd shows the teacher hints"),
+        ("rlcsd", "model", True, None),
+        ("sdpg", "student", False, None),
+    ],
+)
+def test_a_teacher_that_would_change_nothing_is_refused(method, kind, feedback, complaint):
+    with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
+        load_objective(method).check_teacher(kind, feedback)

@@ -255,8 +255,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     merge_adapter: bool | None = model_setting(
         None,
-        "Sample from copies of the projections with the adapter merged in (rollouts hf). By default where they take less than half of "
-        "the memory that loading the model leaves.",
+        "Sample from copies of the projections with the adapter merged in (rollouts hf). By default on CPUs, and on GPUs where they "
+        "take less than half of the memory that loading the model leaves.",
         effect="rounding",
     )
     share_prefixes: bool | None = model_setting(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, adva
 @dataclass
 class NegativeAdvantage(Objective):
     """Suppress the least likely sampled tokens of every response."""
+
+    uses_teacher: ClassVar[bool] = False
 
     share: float = setting(0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.")
     advantage: float = setting(-0.5, "Their advantage.")

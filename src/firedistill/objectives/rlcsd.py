@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
 from firedistill.objectives.base import Objective, setting
@@ -89,6 +90,12 @@ class RLCSD(Objective):
             raise ValueError(
                 f"wrong_hints is {self.wrong_hints}, temperature {self.temperature}, strength {self.strength}, threshold "
                 f"{self.threshold}, eta {self.eta}; expected at least one hint, a temperature above 0, the others at least 0"
+            )
+
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        if not feedback:
+            raise ValueError(
+                "method rlcsd shows the teacher hints, and teacher_feedback false shows it none: leave teacher_feedback out"
             )
 
     def needs_teacher(self, rollout: Rollout) -> bool:
