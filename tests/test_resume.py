@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.config import effect
 from firedistill.objectives import Metrics, Objective, registered_objectives
-from firedistill.run import checkpoints
+from firedistill.run import checkpoints, signals
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
 from firedistill.run.identity import choose, differences, to_plain
 from firedistill.run.log import read_jsonl
@@ -432,6 +433,30 @@ def test_a_second_signal_ends_at_once(model, tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)  # launchers repeat a signal of the terminal
         t.stop._recorded -= 2
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_that_reaches_another_process_first_is_no_second_one(model, tmp_path, monkeypatch):
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4), task=RandomTask())
+    monkeypatch.setattr(signals, "gather_object", lambda own: [*own, signal.SIGTERM])
+    with t.stop:
+        assert t.stop._requested() and t.stop.signal == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+def test_a_process_whose_launcher_has_ended_stops_once(stopping, model, tmp_path, monkeypatch, caplog):
+    t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4), task=RandomTask())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    t.stop._launcher = -1
+    with t.stop:
+        if stopping:
+            os.kill(os.getpid(), signal.SIGINT)
+        for thread in threading.enumerate():
+            if thread.name == "launcher watch":
+                thread.join(30)
+                assert not thread.is_alive()
+    assert t.stop.signal == (signal.SIGINT if stopping else signal.SIGTERM)
+    assert ("has ended" in caplog.text) != stopping
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX")

@@ -142,8 +142,9 @@ class TestTwoProcesses:
             )
             assert all(torch.equal(two[part][name], value) for name, value in second[part].items())
         for found, expected, nearby in zip(two["gradients"], one["gradients"], rounded["gradients"], strict=True):
-            rounding = difference(joined(expected), joined(nearby))
-            assert difference(joined(expected), joined(found)) < rounding < 1e-5
+            rounding, apart = difference(joined(expected), joined(nearby)), difference(joined(expected), joined(found))
+            # The gradients compared for TOP-D are those of the last of eight updates.
+            assert apart < rounding < 1e-5 and apart < (3e-6 if kind == "top_d" else 1e-6)
         assert losses(runs[1] / kind) == pytest.approx(losses(runs[0] / kind), rel=1e-6, abs=2e-6)
         assert one["given"]["base_model"] == two["given"]["base_model"]
         rows = read_jsonl(runs[1] / kind / "metrics.jsonl")

@@ -170,8 +170,9 @@ def test_the_live_student_without_feedback_teaches_nothing(places, tmp_path):
 # ---- All kinds, all methods --------------------------------------------------------------------------------------------------------
 
 # What a method refuses, by method: the kinds of teacher, and whether it must read feedback.
-REFUSED = {"tropd": {"adapter", "model"}, "on_policy_sft": {"student", "initial", "adapter", "model"}}
-WITH_FEEDBACK = {"fire", "no_projection", "hard_gradient_excision", "demopsd", "on_policy_sft"}
+NOT_EMA = {"student", "initial", "adapter", "model"}
+REFUSED = {"tropd": {"adapter", "model"}, "on_policy_sft": NOT_EMA, "negative_advantage": NOT_EMA}
+WITH_FEEDBACK = {"fire", "no_projection", "hard_gradient_excision", "demopsd", "rlcsd", "on_policy_sft", "negative_advantage"}
 FEW = {("fire", "model"), ("tropd", "student"), ("demopsd", "adapter"), ("top_d", "model")}
 
 

@@ -36,7 +36,7 @@ class StopRequest(TrainerCallback):
     As a callback, it stops the trainer. An evaluation that the last step requires is left to the resumed run, since the sender of the
     signal may not wait for it.
 
-    A process of torchrun whose launcher has ended receives SIGTERM.
+    A process of torchrun whose launcher has ended stops as if it had received SIGTERM.
 
     Args:
         trainer: the trainer to stop.
@@ -98,8 +98,8 @@ class StopRequest(TrainerCallback):
         hint = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
         with suppress(OSError):  # not `print`: the signal may have interrupted one
             os.write(2, f"\n{self.name}: finishing this step{limit}, then saving a checkpoint{hint}\n".encode())
-        if self.within is not None:
-            self._timer = threading.Timer(self.within, self._expire, [threading.get_ident()])
+        if self.within is not None and self._handlers:
+            self._timer = threading.Timer(self.within, self._expire, [threading.main_thread().ident])
             self._timer.daemon = True
             self._timer.start()
 
@@ -109,11 +109,10 @@ class StopRequest(TrainerCallback):
             signal.pthread_kill(main_thread, signal.SIGTERM)
 
     def _watch_launcher(self) -> None:
-        while not self._ended.wait(1.0):
-            if os.getppid() != self._launcher:
+        while self.signal is None and not self._ended.wait(1.0):
+            if os.getppid() != self._launcher and self.signal is None:
                 logger.error("the launcher (process %d) has ended; this process stops after the current step", self._launcher)
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
+                self._record(signal.SIGTERM, None)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.evaluation_due = control.should_evaluate
@@ -129,6 +128,6 @@ class StopRequest(TrainerCallback):
     def _requested(self) -> bool:
         """Whether any process has recorded a signal; called by all of them together."""
         signals = [number for number in gather_object([self.signal]) if number is not None]
-        if signals and self.signal is None:
-            self.signal = signals[0]
+        if signals and self.signal is None:  # one that this process receives later is the first one late, not a second one
+            self.signal, self._recorded = signals[0], time.monotonic()
         return bool(signals)
