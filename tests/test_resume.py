@@ -7,6 +7,8 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -457,6 +459,26 @@ def test_a_process_whose_launcher_has_ended_stops_once(stopping, model, tmp_path
                 assert not thread.is_alive()
     assert t.stop.signal == (signal.SIGINT if stopping else signal.SIGTERM)
     assert ("has ended" in caplog.text) != stopping
+
+
+def test_a_process_of_a_launcher_reports_its_error_before_it_ends():
+    program = """if True:
+        import os, signal, time
+        from firedistill.run import signals
+        signals.TO_REPORT = 0.5
+        try:
+            with signals.StopRequest(None):
+                raise RuntimeError("the other process has ended")
+        except RuntimeError as error:
+            os.kill(os.getpid(), signal.SIGTERM)
+            print(error, flush=True)
+        time.sleep(60)
+    """
+    for launcher, told in (({"TORCHELASTIC_RUN_ID": "none"}, "the other process has ended\n"), ({}, "")):
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | launcher, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stdout) == (-signal.SIGTERM, told), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="POSIX")

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 logger = logging.getLogger(__name__)
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
+TO_REPORT = 5.0
 # A closed terminal, the warnings of batch systems, and a limit of processor time; none of them exists on Windows.
 UNLESS_USED = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)]
 # The process that imported this module, and its parent: the launcher, if torchrun started it.
@@ -25,6 +26,14 @@ _IMPORTED_BY, _PARENT = os.getpid(), os.getppid()
 
 class StopOverdue(KeyboardInterrupt):
     """Raised in the main thread where a requested stop takes longer than it may."""
+
+
+def end_later(number: int, frame: FrameType | None) -> None:
+    """A handler: the process ends by the signal after `TO_REPORT` seconds, or at once by a second one."""
+    signal.signal(number, signal.SIG_DFL)
+    timer = threading.Timer(TO_REPORT, os.kill, [os.getpid(), number])
+    timer.daemon = True
+    timer.start()
 
 
 class StopRequest(TrainerCallback):
@@ -36,7 +45,8 @@ class StopRequest(TrainerCallback):
     As a callback, it stops the trainer. An evaluation that the last step requires is left to the resumed run, since the sender of the
     signal may not wait for it.
 
-    A process of torchrun whose launcher has ended stops as if it had received SIGTERM.
+    A process of torchrun whose launcher has ended stops as if it had received SIGTERM. Once one process has ended, torchrun sends
+    SIGTERM to the others: one that has left the context with an error ends `TO_REPORT` seconds later, after it has reported the error.
 
     Args:
         trainer: the trainer to stop.
@@ -77,6 +87,8 @@ class StopRequest(TrainerCallback):
             self._timer.cancel()
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if any(error) and self._handlers.get(signal.SIGTERM) is signal.SIG_DFL and "TORCHELASTIC_RUN_ID" in os.environ:
+            signal.signal(signal.SIGTERM, end_later)
 
     def wait(self, seconds: float) -> None:
         """Sleep until a signal is recorded, or for so many seconds."""
