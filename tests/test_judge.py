@@ -887,7 +887,7 @@ def test_an_evaluation_reads_the_replies_of_its_run(server, checkpoint, tmp_path
 
 def test_a_judge_that_nobody_reads_is_refused(server, checkpoint, tmp_path):
     path = judge_file(tmp_path, server)
-    for changes in ({"method": "on_policy_sft"}, {"method": "full_context", "teacher_feedback": False}):
+    for changes in ({"method": "on_policy_sft"}, {"method": "rlcsd"}, {"method": "full_context", "teacher_feedback": False}):
         with pytest.raises(ValueError, match="gives feedback fields, which nothing reads with method"):
             setup_of(checkpoint, tmp_path / "run", path, **changes)
     (tmp_path / "judge.yaml").write_text(path.read_text() + "key: JUDGE_KEY\n")

@@ -143,7 +143,7 @@ def load_setup(
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     objective = load_objective(args.method, args.method_settings)
     objective.check_teacher(args.teacher_kind, args.teacher_feedback)
-    reads = (objective.uses_teacher and args.teacher_feedback) or (
+    reads = (objective.uses_teacher and objective.reads_feedback and args.teacher_feedback) or (
         isinstance(args, WarmStartConfig) and args.feedback_share > 0
     )
     if judge is not None and not judge.decides and not reads:

@@ -37,6 +37,7 @@ class Objective:
 
     name: ClassVar[str] = "objective"
     uses_teacher: ClassVar[bool] = True
+    reads_feedback: ClassVar[bool] = True  # the teacher sees the task's fields, and not hints of the method's own
 
     group_size: int = setting(1, "Responses sampled per prompt.")
 

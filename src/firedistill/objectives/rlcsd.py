@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,6 +76,8 @@ class Prepared:
 @dataclass
 class RLCSD(Objective):
     """A group-relative policy gradient whose tokens are modulated by right-hint minus wrong-hint."""
+
+    reads_feedback: ClassVar[bool] = False
 
     group_size: int = setting(4, "Responses sampled per prompt.")
     wrong_hints: int = setting(4, "The most wrong responses of the group that serve as wrong hints.")
