@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 logger = logging.getLogger(__name__)
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
-TO_REPORT = 5.0
+TO_REPORT = 5.0  # seconds
 # A closed terminal, the warnings of batch systems, and a limit of processor time; none of them exists on Windows.
 UNLESS_USED = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)]
 # The process that imported this module, and its parent: the launcher, if torchrun started it.
@@ -140,6 +140,6 @@ class StopRequest(TrainerCallback):
     def _requested(self) -> bool:
         """Whether any process has recorded a signal; called by all of them together."""
         signals = [number for number in gather_object([self.signal]) if number is not None]
-        if signals and self.signal is None:  # one that this process receives later is the first one late, not a second one
+        if signals and self.signal is None:  # this process may receive the same signal later, which then is not a second one
             self.signal, self._recorded = signals[0], time.monotonic()
         return bool(signals)
