@@ -242,7 +242,8 @@ def members(groups: Iterable[int]) -> list[int]:
 
 
 def place_of(path: str) -> str:
-    """What a file of a run directory is: its path there, without numbers."""
+    """What a file of a run or of a suite is: its path there, without numbers and without the names of a suite's runs."""
+    path = re.sub(r"\b(recipe|warmstart)-[a-z_]+(-seed\d+)?", "RUN", path)
     return re.sub(r"\d+", "N", re.sub(r"tmp\w+", "tmp", path)).strip("/") or "."
 
 

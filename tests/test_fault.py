@@ -23,7 +23,7 @@ pytestmark = [
         ("train", "short", 24),
         ("resume", "EIO", 60),
         ("overwrite", "EACCES", 60),
-        ("suite", "ENOSPC", 80),
+        ("suite", "ENOSPC", 40),
         ("inspect", "EIO", 30),
         ("report", "ENOSPC", 30),
     ],

@@ -474,15 +474,29 @@ def test_a_full_disk_stops_no_run_that_is_active(suite, monkeypatch):
     assert len(told) == len(plan.runs), "once for each run"
 
 
-def test_a_run_whose_log_cannot_be_written_is_not_started_and_the_others_are(suite, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "block, free, reason",
+    [
+        (Path.mkdir, Path.rmdir, "[Errno 21] Is a directory"),
+        pytest.param(
+            lambda path: path.symlink_to("/dev/full"),
+            Path.unlink,
+            "[Errno 28] No space left on device",
+            marks=pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full, whose writes fail"),
+        ),
+    ],
+    ids=["folder", "full disk"],
+)
+def test_a_run_whose_log_cannot_be_written_is_not_started_and_the_others_are(suite, capsys, monkeypatch, block, free, reason):
     blocked = suite.plan.runs[1]
-    suite.log_path(blocked).mkdir()
+    path = suite.log_path(blocked)
+    block(path)
     monkeypatch.setattr(command, "Runner", functools.partial(Runner, command=stub({}), pause=0.02))
     assert cli.main(["suite", str(suite.folder)]) == 1
     out = capsys.readouterr().out
-    assert f"{blocked.id}: not started ([Errno 21] Is a directory" in out and "3 done, 1 to do" in out
+    assert f"{blocked.id}: not started ({reason}: '{path}'); the same command tries again" in out and "3 done, 1 to do" in out
     assert f"not executed: {blocked.id}; the same command continues the suite" in out
-    suite.log_path(blocked).rmdir()
+    free(path)
     assert cli.main(["suite", str(suite.folder)]) == 0
 
 

@@ -38,6 +38,7 @@ from typing import IO, Any
 
 from filelock import FileLock
 
+from firedistill.files import naming
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.directory import finished_step
 from firedistill.run.log import iterate_jsonl, last_row
@@ -397,9 +398,10 @@ class Runner:
         step = step_of(checkpoint) if checkpoint else 0  # the log may reach further; the run repeats those steps
         record = {"state": "running", "host": HOST, "pid": None, "since": time.time(), "from_step": step}
         self.store(run, record)  # before there is a process: hosts may share files without locks
-        with self.suite.log_path(run).open("a", encoding="utf-8", errors="backslashreplace") as log:
+        path = self.suite.log_path(run)
+        with naming(path), path.open("a", encoding="utf-8", errors="backslashreplace") as log:
             log.write(f"$ {shlex.join(command)}\n")
-            log.flush()
+        with path.open("ab") as log:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
