@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import re
@@ -22,7 +23,7 @@ from firedistill import Example, FeedbackField, Verdict
 from firedistill.run.log import read_jsonl
 from firedistill.setup import load_setup
 from firedistill.tasks import load_task
-from firedistill.tasks.guard import MAX_CHARACTERS, MAX_FIELDS, GuardedTask, TaskFault
+from firedistill.tasks.guard import MAX_CHARACTERS, MAX_FIELDS, GuardedTask, TaskFault, explained
 from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, run_config, run_trainer
@@ -111,6 +112,14 @@ HANGING = [
     "ignored loop",
     "text",
 ]
+
+
+def test_a_block_that_is_left_before_it_begins_explains_nothing():
+    """The time may be up between the two; what a discarded object raises would be an error of pytest here."""
+    block = explained("the block")
+    block.__enter__()
+    del block
+    gc.collect()
 
 
 @pytest.mark.parametrize("how", [*RAISING, *HANGING])

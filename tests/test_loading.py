@@ -415,20 +415,28 @@ def test_a_model_of_the_hub_is_checked_like_a_folder(tmp_path, monkeypatch):
         load_model_and_tokenizer("org/model")
 
 
-def test_the_shards_of_an_index_are_downloaded_and_nothing_else(tmp_path, monkeypatch):
+def test_the_missing_shards_of_an_index_are_downloaded_and_nothing_else(tmp_path, monkeypatch):
     sharded(tmp_path / "base")
     snapshot = cached_on_hub(tmp_path / "base", monkeypatch)
+    present, *missing = sorted(snapshot.glob("model-*.safetensors"))
     asked = []
+    for path in missing:
+        path.rename(tmp_path / path.name)
 
     def download(name, revision=None, allow_patterns=None, ignore_patterns=None):
         asked.append((name, revision, allow_patterns))
+        if revision == snapshot.name:
+            for file in allow_patterns:
+                (tmp_path / file).rename(snapshot / file)
         return str(snapshot)
 
     monkeypatch.setattr(loading, "snapshot_download", download)
     model, _ = load_model_and_tokenizer("org/model", revision="v1")
-    shards = sorted(path.name for path in snapshot.glob("model-*.safetensors"))
-    assert [(name, revision) for name, revision, _ in asked] == [("org/model", "v1"), ("org/model", snapshot.name)]
-    assert asked[1][2] == shards and "*.safetensors" not in asked[0][2]
+    small, shards = asked
+    assert small[:2] == ("org/model", "v1") and "*.safetensors" not in small[2]
+    assert shards == ("org/model", snapshot.name, [path.name for path in missing]) and missing
+    load_model_and_tokenizer("org/model", revision="v1")
+    assert asked[2:] == [small], "a complete model needs no second request"
     assert add_lora(model).peft_config["default"].revision == "v1"
 
 

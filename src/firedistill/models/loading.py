@@ -171,8 +171,9 @@ def _downloaded(name: str, revision: str | None) -> str:
     with explain_errors(name, "it from the Hugging Face hub"):
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"]))
         if (folder / "model.safetensors.index.json").is_file() and (folder / "config.json").is_file():
-            # The folder is named by the commit, so that the shards are of the same one.
-            snapshot_download(name, revision=folder.name, allow_patterns=weight_files(folder, name))
+            missing = [file for file in weight_files(folder, name) if not (folder / file).is_file()]
+            if missing:  # from the same commit, which names the folder; a complete model is loaded without the network
+                snapshot_download(name, revision=folder.name, allow_patterns=missing)
     check_folder(folder, name)
     return str(folder)
 

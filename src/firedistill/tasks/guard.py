@@ -9,13 +9,14 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Number
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from firedistill.tasks.coroutines import AsyncCall, TimeLimit, loop_of_threads
@@ -176,23 +177,27 @@ def guarded(where: str, function: Callable[[], Result], seconds: float | None, s
         raise TaskFault(f"{where} took longer than {seconds:g} s{f' ({setting})' if setting else ''}") from error
 
 
-@contextmanager
-def explained(where: str, pass_on: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)) -> Iterator[None]:
-    """Turn what a program of others raises into a `TaskFault`, except Ctrl-C, a time limit, and errors of the types `pass_on`."""
-    unchanged: tuple[type[BaseException], ...] = (KeyboardInterrupt, TimeIsUp, TaskFault, *pass_on)
-    try:
-        yield
-    except unchanged:
-        raise
-    except BaseException as error:  # also SystemExit, and what sandboxes derive from BaseException
-        try:
+class explained(AbstractContextManager):
+    """Turn what a program of others raises into a `TaskFault`, except Ctrl-C, a time limit, and errors of the types `pass_on`.
+
+    A class, since the time may be up just before the block begins. A generator would be discarded then, and explain its GeneratorExit.
+    """
+
+    def __init__(self, where: str, pass_on: tuple[type[Exception], ...] = (ValueError, OSError, ImportError)):
+        self.where = where
+        self.unchanged: tuple[type[BaseException], ...] = (KeyboardInterrupt, TimeIsUp, TaskFault, *pass_on)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, self.unchanged):
+            return
+        try:  # `error` may also be a SystemExit, and what sandboxes derive from BaseException
             text = " ".join(str(error).split())
         except (KeyboardInterrupt, TimeIsUp):
             raise
         except BaseException:
             text = "an error whose text cannot be read"
         shown = text if len(text) <= 200 else f"{text[:200]} [cut]"
-        raise TaskFault(f"{where} raised {type(error).__name__}: {shown}") from error
+        raise TaskFault(f"{self.where} raised {type(error).__name__}: {shown}") from error
 
 
 # ---- What comes back ---------------------------------------------------------------------------------------------------------
