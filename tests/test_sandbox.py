@@ -40,7 +40,7 @@ EXPECTED = {
     "huge_value": ({"returned"}, {"large", "died", "memory", "time"}, set()),
     "ignores_signals": ({"returned"}, {"time"}, set()),
     "kill_parent": ({"returned"}, {"returned"}, None),
-    "long_error": ({"returned"}, {"raised", "memory"}, set()),
+    "long_error": ({"returned"}, {"raised", "memory", "time"}, set()),
     "memory_hog": ({"time", "memory", "died"}, {"not run"}, set()),
     "namespaces_again": ({"returned"}, {"returned"}, {"[]"}),
     "nested_source": ({"raised", "memory", "died"}, {"not run"}, set()),
