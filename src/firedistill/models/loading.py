@@ -172,7 +172,7 @@ def _downloaded(name: str, revision: str | None) -> str:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"]))
         if (folder / "model.safetensors.index.json").is_file() and (folder / "config.json").is_file():
             missing = [file for file in weight_files(folder, name) if not (folder / file).is_file()]
-            if missing:  # from the same commit, which names the folder; a complete model is loaded without the network
+            if missing:  # from the same commit, which names the folder; a complete model needs no second request
                 snapshot_download(name, revision=folder.name, allow_patterns=missing)
     check_folder(folder, name)
     return str(folder)
