@@ -190,6 +190,42 @@ def noise(table: pd.DataFrame, place: str) -> str:
     return markdown(header, rows)
 
 
+OPTIMIZERS = {
+    "": "AdamW",
+    "fixed": "AdamW, fixed step scale",
+    "epsilon": "AdamW, epsilon 1e-3",
+    "epsilon-fixed": "AdamW, epsilon 1e-3, fixed step scale",
+    "sgd": "SGD, momentum 0.9",
+    "sgd-fixed": "SGD, momentum 0.9, fixed step scale",
+    "radius": "AdamW, updates shortened to 1e-4 nats",
+}
+
+
+def steps(table: pd.DataFrame, rate: float) -> str:
+    header = ["optimizer", "method", "seeds", "greedy, %", "sampled, %", "sampled, minus AdamW's (95 %)"]
+    header += ["sampled, FIRE minus Full Context"]
+    header += ["gradient norm: median, largest", "policy KL per step, 1e-4 nats: median, largest"]
+    rows = []
+    for variant, title in OPTIMIZERS.items():
+        for method in ("fire", "full_context"):
+            found, plain = (select(table, rate=rate, method=method, variant=v) for v in (variant, ""))
+            other = select(table, rate=rate, method="full_context", variant=variant)
+            if len(found):
+                row = [
+                    title,
+                    f"`{method}`",
+                    str(len(found)),
+                    spread(100 * found["accuracy"]),
+                    spread(100 * found["sampled_accuracy"]),
+                ]
+                row += [apart(found, plain, "sampled") if variant and len(plain) else ""]
+                row += [apart(found, other, "sampled") if method == "fire" and len(other) else ""]
+                row += [f"{found['grad_norm_median'].mean():.3f}, {found['grad_norm_largest'].max():.2f}"]
+                row += [f"{1e4 * found['policy_kl_median'].mean():.2f}, {1e4 * found['policy_kl_largest'].max():,.0f}"]
+                rows.append(row)
+    return markdown(header, rows)
+
+
 def beside_fire(table: pd.DataFrame) -> str:
     harder = "also_arithmetic:hard"
     header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)"]
@@ -211,6 +247,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-added": ("study-parts", added),
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
+    "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
 }
