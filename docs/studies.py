@@ -57,6 +57,8 @@ def collect(suite: Path) -> pd.DataFrame:
         for key in LOGGED:
             if key in log and log[key].notna().any():
                 row |= {f"{key}_median": log[key].median(), f"{key}_largest": log[key].max()}
+        if "policy_step_share" in log:
+            row |= {"shortened": (log["policy_step_share"] < 1).mean()}  # share of the updates
         row |= {key: log[key].mean() for key in WEIGHTS if key in log}
         row |= {"marked": "; ".join(sorted({event.rule for event in run.events}))}
         row |= {"greedy": answers(run.folder, "eval", run.max_steps), "sampled": answers(run.folder, "sampled", run.max_steps)}
@@ -203,7 +205,7 @@ OPTIMIZERS = {
 
 def steps(table: pd.DataFrame, rate: float) -> str:
     header = ["optimizer", "method", "seeds", "greedy, %", "sampled, %", "sampled, minus AdamW's (95 %)"]
-    header += ["sampled, FIRE minus Full Context"]
+    header += ["sampled, FIRE minus Full Context (95 %)"]
     header += ["gradient norm: median, largest", "policy KL per step, 1e-4 nats: median, largest"]
     rows = []
     for variant, title in OPTIMIZERS.items():
