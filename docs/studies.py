@@ -82,20 +82,24 @@ def matrix(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
     return pd.DataFrame(100 * digits / (8 if kind == "sampled" else 1), index=rows["seed"].to_list())
 
 
-def difference(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> tuple[float, float, float, list[float]]:
-    """Accuracy minus that of the reference: points, the ends of a 95 % interval, and each seed's own.
+def paired(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> pd.DataFrame:
+    """Accuracy minus that of the reference, in points, by seed (row) and problem (column), for the seeds that both have."""
+    first, second = matrix(rows, kind), matrix(reference, kind)
+    seeds = first.index.intersection(second.index)
+    return first.loc[seeds] - second.loc[seeds]
+
+
+def interval(differences: pd.DataFrame) -> tuple[float, float, float]:
+    """Mean, and the ends of a 95 % interval.
 
     The interval is that of a bootstrap that draws seeds and problems, both with replacement. With few seeds it is too narrow.
     """
-    first, second = matrix(rows, kind), matrix(reference, kind)
-    seeds = first.index.intersection(second.index)
-    apart = (first.loc[seeds] - second.loc[seeds]).to_numpy()
-    generator = np.random.default_rng(0)
-    of_seeds = generator.multinomial(len(seeds), np.full(len(seeds), 1 / len(seeds)), RESAMPLES) / len(seeds)
-    of_problems = generator.multinomial(apart.shape[1], np.full(apart.shape[1], 1 / apart.shape[1]), RESAMPLES) / apart.shape[1]
-    drawn = np.einsum("rs,sp,rp->r", of_seeds, apart, of_problems)
+    (seeds, problems), generator = differences.shape, np.random.default_rng(0)
+    of_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
+    of_problems = generator.multinomial(problems, np.full(problems, 1 / problems), RESAMPLES) / problems
+    drawn = np.einsum("rs,sp,rp->r", of_seeds, differences.to_numpy(), of_problems)
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return float(apart.mean()), float(low), float(high), apart.mean(axis=1).tolist()
+    return float(differences.to_numpy().mean()), float(low), float(high)
 
 
 def read_rows(study: str) -> pd.DataFrame:
@@ -115,9 +119,13 @@ def spread(values: pd.Series, digits: int = 1) -> str:
     return f"{mean} ± {values.std():.{digits}f}" if len(values) > 1 else mean
 
 
-def apart(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> str:
-    mean, low, high, _ = difference(rows, reference, kind)
+def points(differences: pd.DataFrame) -> str:
+    mean, low, high = interval(differences)
     return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def apart(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> str:
+    return points(paired(rows, reference, kind))
 
 
 def select(table: pd.DataFrame, **values: object) -> pd.DataFrame:
@@ -181,15 +189,30 @@ def noise(table: pd.DataFrame, place: str) -> str:
     header += ["weight of the view without the noisy field", "of those without another field"]
     field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
     others = [key for key in WEIGHTS if key != field and key in table]
-    variants = {name for name in table["variant"] if name.startswith(place)}
-    for variant in sorted(variants, key=lambda name: float(name.rpartition("-")[2])):
-        fire, plain = (select(table, variant=variant, method=method) for method in ("fire", "no_attribution"))
-        if len(fire) and len(plain):
-            row = [variant.rpartition("-")[2], str(len(fire)), spread(100 * fire["sampled_accuracy"])]
-            row += [spread(100 * plain["sampled_accuracy"]), apart(fire, plain, "sampled")]
-            row += [spread(fire[field], 3), spread(fire[others].sum(axis=1), 3)]
-            rows.append(row)
+    for share, fire, plain in by_share(table, place):
+        row = [share, str(len(fire)), spread(100 * fire["sampled_accuracy"]), spread(100 * plain["sampled_accuracy"])]
+        row += [apart(fire, plain, "sampled"), spread(fire[field], 3), spread(fire[others].sum(axis=1), 3)]
+        rows.append(row)
     return markdown(header, rows)
+
+
+def by_share(table: pd.DataFrame, place: str) -> list[tuple[str, pd.DataFrame, pd.DataFrame]]:
+    """Shares of wrong feedback in this field, from 0, with the runs of FIRE and of FIRE without attribution."""
+    shares = [variant.rpartition("-")[2] for variant in set(table["variant"]) if variant.startswith(place)]
+    methods = ("fire", "no_attribution")
+    found = [(r, *(select(table, variant=f"{place}-{r}", method=m) for m in methods)) for r in sorted(shares, key=float)]
+    return [(share, fire, plain) for share, fire, plain in found if len(fire) and len(plain)]
+
+
+def noise_costs(table: pd.DataFrame) -> str:
+    """What a share of wrong feedback changes, without and with attribution, and what attribution changes about it."""
+    rows = []
+    for place, title in {"answer": "expected answers", "hint": "answers in `hint`"}.items():
+        (_, *clean), *noisy = by_share(table, place)
+        for share, *runs in noisy:
+            fire, plain = (paired(found, before, "sampled") for found, before in zip(runs, clean, strict=True))
+            rows.append([title, share, points(plain), points(fire), points((fire - plain).dropna())])
+    return markdown(["wrong", "share r", "No Attribution", "FIRE", "difference"], rows)
 
 
 OPTIMIZERS = {
@@ -249,6 +272,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-added": ("study-parts", added),
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
+    "noise-costs": ("study-noise", noise_costs),
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),

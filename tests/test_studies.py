@@ -33,10 +33,9 @@ def rows_of(answers: dict[int, str]) -> pd.DataFrame:
 
 
 def test_differences_are_paired_by_seed_and_problem():
-    mean, low, high, by_seed = studies.difference(
-        rows_of({0: "1110", 1: "1010", 3: "0000"}), rows_of({1: "1000", 0: "1100", 2: "1111"}), "greedy"
-    )
-    assert by_seed == [25.0, 25.0] and mean == 25.0
+    apart = studies.paired(rows_of({0: "1110", 1: "1010", 3: "0000"}), rows_of({1: "1000", 0: "1100", 2: "1111"}), "greedy")
+    mean, low, high = studies.interval(apart)
+    assert apart.mean(axis=1).to_dict() == {0: 25.0, 1: 25.0} and mean == 25.0
     # Both seeds differ on the third problem only, which a draw of four problems holds 0 to 4 times.
     assert low == 0.0 and high == pytest.approx(75.0)
 
@@ -45,7 +44,7 @@ def test_the_interval_covers_seeds_and_problems():
     draw = np.random.default_rng(1)
     answers = {seed: "".join(map(str, draw.integers(0, 2, 30))) for seed in range(5)}
     reference = {seed: "".join(map(str, draw.integers(0, 2, 30))) for seed in range(5)}
-    mean, low, high, _ = studies.difference(rows_of(answers), rows_of(reference), "greedy")
+    mean, low, high = studies.interval(studies.paired(rows_of(answers), rows_of(reference), "greedy"))
     apart = 100 * np.array([[int(a) - int(b) for a, b in zip(answers[s], reference[s], strict=True)] for s in range(5)])
     drawn = [apart[draw.integers(0, 5, 5)][:, draw.integers(0, 30, 30)].mean() for _ in range(20_000)]
     assert mean == pytest.approx(apart.mean())
