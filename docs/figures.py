@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt  # noqa: E402
-from studies import PARTS, read_rows, select  # noqa: E402
+from studies import PARTS, RATES, at_rates, read_rows, select  # noqa: E402
 
 from firedistill.report.curves import plot_runs  # noqa: E402
-from firedistill.report.groups import read_study  # noqa: E402
+from firedistill.report.groups import METHODS, read_study  # noqa: E402
 from firedistill.report.page import write_page  # noqa: E402
 from firedistill.report.paired import paired_differences  # noqa: E402
 from firedistill.report.palette import line_of  # noqa: E402
@@ -107,19 +108,37 @@ def curves(name: str, runs: list[str]) -> None:
 
 
 def parts(theme: str) -> Any:
-    """Sampled accuracy of every combination of FIRE's parts at both rates: a dot per seed, a line at the mean."""
-    table, (colour, background) = read_rows("study-parts"), THEMES[theme]
-    figure, both = plt.subplots(1, 2, figsize=(9, 3), sharex=True, sharey=True, facecolor=background, layout="constrained")
-    for ax, rate in zip(both, (1.0, 4.0), strict=True):
+    """Every combination of FIRE's parts at both rates, in two colours: without and with routing."""
+    rows = [
+        (title.partition(" (")[0], {"method": method, "variant": variant}, method if method == "full_context" else "fire")
+        for (method, variant), title in PARTS.items()
+    ]
+    return dots(read_rows("study-parts"), rows, (1.0, 4.0), 3, theme)
+
+
+def rates(theme: str) -> Any:
+    """Every method at the rates that all have."""
+    table = at_rates(read_rows("study-rates"))
+    rows = [(title, {"method": method}, method) for method, title in METHODS.items() if method in set(table["method"])]
+    return dots(table, rows, RATES, 4.5, theme)
+
+
+def dots(table: Any, rows: list[tuple[str, dict[str, str], str]], rates: Sequence[float], height: float, theme: str) -> Any:
+    """Sampled accuracy, a panel per learning rate: a dot per seed, a line at the mean. Rows: title, selection, method with the hue."""
+    colour, background = THEMES[theme]
+    style = {"facecolor": background, "layout": "constrained"}
+    figure, panels = plt.subplots(1, len(rates), figsize=(9, height), sharex=True, sharey=True, **style)
+    figure.suptitle("Sampled answers right, %", color=colour, fontsize=10, x=0.01, ha="left")
+    for ax, rate in zip(panels, rates, strict=True):
         ax.set_facecolor(background)
-        title = "Sampled answers right, %: the recipe's rate" if rate == 1 else f"{rate:g} times the rate"
-        ax.set_title(title, color=colour, loc="left", fontsize=10)
-        for row, (method, variant) in enumerate(reversed(PARTS)):
-            found = 100 * select(table, method=method, variant=variant, rate=rate)["sampled_accuracy"]
-            hue = getattr(line_of("full_context" if method == "full_context" else "fire"), theme)
-            ax.scatter(found, [row] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
-            ax.plot([found.mean()] * 2, [row - 0.3, row + 0.3], color=hue, linewidth=2.5)
-        ax.set_yticks(range(len(PARTS)), [title.partition(" (")[0] for title in reversed(PARTS.values())])
+        ax.set_title("the recipe's rate" if rate == 1 else f"{rate:g} times the rate", color=colour, loc="left", fontsize=10)
+        for place, (_, chosen, method) in enumerate(reversed(rows)):
+            found = 100 * select(table, rate=rate, **chosen)["sampled_accuracy"]
+            hue = getattr(line_of(method), theme)
+            ax.scatter(found, [place] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
+            if len(found):
+                ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)
+        ax.set_yticks(range(len(rows)), [title for title, _, _ in reversed(rows)])
         ax.tick_params(colors=colour)
         ax.grid(axis="x", color=REST, alpha=0.3)
         for spine in ax.spines.values():
@@ -175,6 +194,7 @@ def main(arguments: list[str]) -> None:
     if arguments == ["studies"]:
         for theme, (_, background) in THEMES.items():
             save(parts(theme), "study-parts", theme, background)
+            save(rates(theme), "study-rates", theme, background)
         return None
     with tempfile.TemporaryDirectory() as folder:
         run = Path(arguments[0] if arguments else folder)

@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from firedistill.report.groups import METHODS
+
 STUDIES = Path(__file__).parent / "studies"
 PAGE = Path(__file__).parent / "results.md"
 KEYS = ["method", "variant", "rate", "seed"]
@@ -38,13 +40,13 @@ RESAMPLES = 10_000
 
 
 def collect(suite: Path) -> pd.DataFrame:
-    """A row per finished run of a suite."""
+    """A row per run of a suite whose last evaluation is done."""
     from firedistill.report.read import read_suite
 
     runs, _, _ = read_suite(suite)
     rows = []
     for run in runs:
-        if not run.finished:
+        if not (run.finished and len(run.evaluations)):
             continue
         evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).iloc[-1]
         log = pd.read_json(run.folder / "metrics.jsonl", lines=True)
@@ -266,6 +268,33 @@ def beside_fire(table: pd.DataFrame) -> str:
     return markdown(header, rows) if len(fire) else ""
 
 
+RATES = (0.25, 1, 4)
+
+
+def at_rates(table: pd.DataFrame) -> pd.DataFrame:
+    """The runs of study-rates, and those of its methods in studies that only measure more."""
+    found = pd.concat([table, *(read_rows(f"study-{name}") for name in ("parts", "controls", "tropd"))])
+    return found[found["method"].isin(table["method"]) & (found["variant"] == "")].drop_duplicates(KEYS)
+
+
+def rates(table: pd.DataFrame, cell: Callable[[pd.DataFrame, pd.DataFrame], str]) -> str:
+    """A row per method, a column per learning rate."""
+    rows, table = [], at_rates(table)
+    for method, title in METHODS.items():
+        cells = ((select(table, rate=rate, method=method), select(table, rate=rate, method="fire")) for rate in RATES)
+        if method in set(table["method"]):
+            rows.append([title, *(cell(found, fire) if len(found) else "" for found, fire in cells)])
+    return markdown(["method", *(f"{rate}×" for rate in RATES)], rows)
+
+
+def accuracies(found: pd.DataFrame, fire: pd.DataFrame) -> str:
+    return f"{spread(100 * found['accuracy'])}; {spread(100 * found['sampled_accuracy'])} ({len(found)})"
+
+
+def behind_fire(found: pd.DataFrame, fire: pd.DataFrame) -> str:
+    return "" if found["method"].iloc[0] == "fire" else apart(found, fire, "sampled")
+
+
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-1": ("study-parts", lambda table: parts(table, 1)),
     "parts-4": ("study-parts", lambda table: parts(table, 4)),
@@ -276,6 +305,8 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
+    "rates": ("study-rates", lambda table: rates(table, accuracies)),
+    "rates-apart": ("study-rates", lambda table: rates(table, behind_fire)),
 }
 
 
