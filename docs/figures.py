@@ -119,7 +119,7 @@ def parts(theme: str) -> Any:
 def rates(theme: str) -> Any:
     """Every method at the rates that all have."""
     table = at_rates(read_rows("study-rates"))
-    rows = [(title, {"method": method}, method) for method, title in METHODS.items() if method in set(table["method"])]
+    rows = [(METHODS[method], {"method": method}, method) for method in table["method"].unique()]
     return dots(table, rows, RATES, 4.5, theme)
 
 
@@ -136,8 +136,7 @@ def dots(table: Any, rows: list[tuple[str, dict[str, str], str]], rates: Sequenc
             found = 100 * select(table, rate=rate, **chosen)["sampled_accuracy"]
             hue = getattr(line_of(method), theme)
             ax.scatter(found, [place] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
-            if len(found):
-                ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)
+            ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)
         ax.set_yticks(range(len(rows)), [title for title, _, _ in reversed(rows)])
         ax.tick_params(colors=colour)
         ax.grid(axis="x", color=REST, alpha=0.3)

@@ -122,6 +122,8 @@ def spread(values: pd.Series, digits: int = 1) -> str:
 
 
 def points(differences: pd.DataFrame) -> str:
+    if differences.empty:  # no seed in common
+        return ""
     mean, low, high = interval(differences)
     return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
 
@@ -245,8 +247,8 @@ def steps(table: pd.DataFrame, rate: float) -> str:
                     spread(100 * found["accuracy"]),
                     spread(100 * found["sampled_accuracy"]),
                 ]
-                row += [apart(found, plain, "sampled") if variant and len(plain) else ""]
-                row += [apart(found, other, "sampled") if method == "fire" and len(other) else ""]
+                row += [apart(found, plain, "sampled") if variant else ""]
+                row += [apart(found, other, "sampled") if method == "fire" else ""]
                 row += [f"{found['grad_norm_median'].mean():.3f}, {found['grad_norm_largest'].max():.2f}"]
                 row += [f"{1e4 * found['policy_kl_median'].mean():.2f}, {1e4 * found['policy_kl_largest'].max():,.0f}"]
                 rows.append(row)
@@ -260,7 +262,7 @@ def beside_fire(table: pd.DataFrame) -> str:
     rows, fire = [], select(table, method="fire", variant="")
     for (method, variant), found in table.groupby(["method", "variant"], sort=False):
         reference = select(table, method="fire", variant=variant if variant == "law" else "")
-        same = apart(found, reference, "sampled") if method != "fire" and len(reference) else ""
+        same = apart(found, reference, "sampled") if method != "fire" else ""
         row = [f"`{method}`{f' ({variant})' if variant else ''}", str(len(found)), spread(100 * found["accuracy"])]
         row += [spread(100 * found["sampled_accuracy"]), same]
         row += [spread(100 * found[harder])] if harder in table else []
@@ -272,18 +274,18 @@ RATES = (0.25, 1, 4)
 
 
 def at_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """The runs of study-rates, and those of its methods in studies that only measure more."""
-    found = pd.concat([table, *(read_rows(f"study-{name}") for name in ("parts", "controls", "tropd"))])
-    return found[found["method"].isin(table["method"]) & (found["variant"] == "")].drop_duplicates(KEYS)
+    """The runs of study-rates, and those of its methods in studies that only measure more, in the order of METHODS."""
+    found = pd.concat([table, read_rows("study-parts"), read_rows("study-controls")])
+    found = found[found["method"].isin(table["method"]) & (found["variant"] == "")].drop_duplicates(KEYS)
+    return found.sort_values("method", key=lambda names: names.map(list(METHODS).index), kind="stable")
 
 
 def rates(table: pd.DataFrame, cell: Callable[[pd.DataFrame, pd.DataFrame], str]) -> str:
     """A row per method, a column per learning rate."""
     rows, table = [], at_rates(table)
-    for method, title in METHODS.items():
+    for method in table["method"].unique():
         cells = ((select(table, rate=rate, method=method), select(table, rate=rate, method="fire")) for rate in RATES)
-        if method in set(table["method"]):
-            rows.append([title, *(cell(found, fire) if len(found) else "" for found, fire in cells)])
+        rows.append([METHODS[method], *(cell(found, fire) if len(found) else "" for found, fire in cells)])
     return markdown(["method", *(f"{rate}×" for rate in RATES)], rows)
 
 
