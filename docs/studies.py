@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,6 +228,7 @@ OPTIMIZERS = {
     "sgd": "SGD, momentum 0.9",
     "sgd-fixed": "SGD, momentum 0.9, fixed step scale",
     "radius": "AdamW, updates shortened to 1e-4 nats",
+    "sgd-radius": "SGD, momentum 0.9, updates shortened to 1e-4 nats",
 }
 
 
@@ -270,11 +272,12 @@ def beside_fire(table: pd.DataFrame) -> str:
     return markdown(header, rows) if len(fire) else ""
 
 
-RATES = (0.25, 1, 4)
+RATES = (0.25, 1, 4, 16)
 
 
 def at_rates(table: pd.DataFrame) -> pd.DataFrame:
     """The runs of study-rates, and those of its methods in studies that only measure more, in the order of METHODS."""
+    table = pd.concat([table, read_rows("study-tropd")])
     found = pd.concat([table, read_rows("study-parts"), read_rows("study-controls")])
     found = found[found["method"].isin(table["method"]) & (found["variant"] == "")].drop_duplicates(KEYS)
     return found.sort_values("method", key=lambda names: names.map(list(METHODS).index), kind="stable")
@@ -287,6 +290,19 @@ def rates(table: pd.DataFrame, cell: Callable[[pd.DataFrame, pd.DataFrame], str]
         cells = ((select(table, rate=rate, method=method), select(table, rate=rate, method="fire")) for rate in RATES)
         rows.append([METHODS[method], *(cell(found, fire) if len(found) else "" for found, fire in cells)])
     return markdown(["method", *(f"{rate}×" for rate in RATES)], rows)
+
+
+def training(table: pd.DataFrame) -> str:
+    """Every method's training at the recipe's rate."""
+    header = ["method", "seeds", "samples of the last 15 steps right, %", "gradient norm: median, largest", "generated tokens"]
+    rows, table = [], select(at_rates(table), rate=1)
+    for method, found in table.groupby("method", sort=False):
+        marks = Counter(mark for text in found["marked"] for mark in text.split("; ") if mark)
+        row = [METHODS[method], str(len(found)), spread(100 * found["sampled_right_last_tenth"])]
+        row += [f"{found['grad_norm_median'].mean():.3g}, {found['grad_norm_largest'].max():.3g}"]
+        row += [f"{found['generated_tokens'].mean():,.0f}", ", ".join(f"{mark} in {n}" for mark, n in marks.items())]
+        rows.append(row)
+    return markdown([*header, "marked by the report, in how many runs"], rows)
 
 
 def accuracies(found: pd.DataFrame, fire: pd.DataFrame) -> str:
@@ -308,6 +324,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
     "rates": ("study-rates", lambda table: rates(table, accuracies)),
+    "training": ("study-rates", training),
     "rates-apart": ("study-rates", lambda table: rates(table, behind_fire)),
 }
 
