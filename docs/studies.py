@@ -276,7 +276,7 @@ RATES = (0.25, 1, 4, 16)
 
 
 def at_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """The runs of study-rates, and those of its methods in studies that only measure more, in the order of METHODS."""
+    """The runs of study-rates and of TrOPD, and those of their methods in studies that only measure more, in the order of METHODS."""
     table = pd.concat([table, read_rows("study-tropd")])
     found = pd.concat([table, read_rows("study-parts"), read_rows("study-controls")])
     found = found[found["method"].isin(table["method"]) & (found["variant"] == "")].drop_duplicates(KEYS)
