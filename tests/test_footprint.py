@@ -28,7 +28,8 @@ from firedistill.footprint import (
     sampling_memory,
     training_memory,
 )
-from firedistill.models.loading import load_model_and_tokenizer, multiplies_bfloat16, resolve_model
+from firedistill.models.attention import multiplies_bfloat16
+from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
 from firedistill.models.tokens import set_stop_and_pad_tokens

@@ -179,18 +179,18 @@ def test_the_teacher_gives_up_cached_prefixes_first():
     teacher, reads, kept = teacher_of(model, share_prefixes=True), [], []
 
     def fail(module, arguments, options):
-        cache = options.get("past_key_values")
+        packed = options.get("packed")
         kept.append([reference() is not None for reference in reads])
-        if cache is not None and len(reads) == 2:
+        if packed is not None and reads:
             raise torch.OutOfMemoryError(CUDA_ERROR)
-        if cache is not None:
-            reads.append(weakref.ref(cache))
+        if packed is not None:
+            reads.append(weakref.ref(packed.readings[0].kept))
 
     hook = unwrap(model).base_model.register_forward_pre_hook(fail, with_kwargs=True)
     found = teacher.full(members).hidden
     hook.remove()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert kept == [[], [True], [True, True], [False, False]], "two responses with caches, a failure, then a batch without"
+    assert kept == [[], [True], [False]], "a response, a failure of those that begin alike, then a batch without"
     assert not teacher.share_prefixes and teacher.limit.halved == 1
 
 

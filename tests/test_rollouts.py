@@ -23,14 +23,12 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from firedistill.memory import BatchLimit
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.lora import add_lora
 from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
-from firedistill.rollouts.attention import grouped_attention
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
@@ -202,22 +200,6 @@ def test_keys_that_heads_share_are_not_copied(heads, padded, monkeypatch):
     assert len(of_tokens) == 2 * (max(len(response.token_ids) for response in found) - 1)
     assert model.config._attn_implementation == before == "sdpa"
     assert found == by_generate(model, byte_tokenizer()).generate(prompts, GREEDY, seed=0)
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 1, 7), (2, 4, 1, 7), None], ids=["a mask", "a mask per head", "no mask"])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_grouped_attention_is_that_of_transformers(tokens, shape):
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(2, heads, length, 8, generator=generator) for heads, length in ((4, tokens), (2, 7), (2, 7))
-    )
-    mask = None if shape is None else (torch.rand(shape, generator=generator) < 0.7).expand(-1, -1, tokens, -1)
-    module = torch.nn.Module()
-    module.num_key_value_groups, module.is_causal = 2, False
-    arguments = dict(attention_mask=mask, scaling=0.3)
-    found, _ = grouped_attention(module, query, key, value, **arguments)
-    expected, _ = sdpa_attention_forward(module, query, key, value, **arguments)
-    torch.testing.assert_close(found, expected)
 
 
 def test_progress_and_seeds_and_restored_state():

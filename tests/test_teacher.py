@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import math
 import weakref
 
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from firedistill import Example, FeedbackField, Verdict
 from firedistill.memory import BatchLimit
+from firedistill.models.attention import use_own_attention
 from firedistill.models.lora import add_lora
 from firedistill.models.states import ResponseStates, forward_batches, score_responses, unwrap
 from firedistill.ops import Head, check_head
@@ -170,6 +173,37 @@ def test_shared_prefixes_save_work_and_change_nothing_else(kind):
     assert tree <= read <= tree + 5 * 2 * 2 < tokens_read(plain)
 
 
+@pytest.mark.parametrize("most_tokens", [1, 700, 2000])
+def test_sequences_that_are_read_together_do_not_see_each_other(most_tokens, monkeypatch):
+    """In bfloat16 with the package's own attention, in passes of one sequence and of several."""
+    monkeypatch.setattr("firedistill.teacher.teacher.PACKED_TOKENS", most_tokens)
+    model = random_model(dtype=torch.bfloat16)
+    use_own_attention(model)
+    rollouts = [
+        rollout([20, 21, 22], number=0),
+        rollout([23, 2], ("another first field", "second"), 1),
+        rollout([24], number=2),
+    ]
+    found = teacher_of(model, share_prefixes=True).states(rollouts, ["full", 0, 1])
+    exact = teacher_of(copy.deepcopy(model).double(), share_prefixes=False).states(rollouts, ["full", 0, 1])
+    plain = teacher_of(model, share_prefixes=False).states(rollouts, ["full", 0, 1])
+    for view, expected, other in zip(found, exact, plain, strict=True):
+        norm = expected.hidden.norm()
+        gap, usual = (float((states.hidden.double() - expected.hidden).norm() / norm) for states in (view, other))
+        assert gap <= 1.5 * usual < 0.05
+
+
+def test_a_model_whose_layers_do_not_get_the_packed_sequences_is_read_in_batches(caplog):
+    model = random_model(dtype=torch.float64)
+    layer, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward
+    layer.forward = lambda *args, packed=None, **kwargs: forward(*args, **kwargs)
+    teacher, members = teacher_of(model, share_prefixes=True), [rollout([20, 21, 22]), rollout([23], number=1)]
+    expected = teacher_of(random_model(dtype=torch.float64), share_prefixes=False).states(members, ["full", 1])
+    for found, states in zip(teacher.states(members, ["full", 1]), expected, strict=True):
+        torch.testing.assert_close(found.hidden, states.hidden, rtol=1e-9, atol=1e-9)
+    assert not teacher.share_prefixes and "Qwen2ForCausalLM" in caplog.text
+
+
 def prefixes(ids: list[int]) -> list[tuple[int, ...]]:
     return [tuple(ids[: n + 1]) for n in range(len(ids))]
 
@@ -204,14 +238,16 @@ def test_only_what_a_later_view_reads_is_kept():
     assert tokens_read(kept) == tokens_read(dropped)
     prompts = [kept.prompt_ids(member, "full") for member in rollouts]
     assert [kept.caches[member].ids for member in rollouts] == prompts, "prompts without responses"
-    first, second, third = (common_prefix(prompts[a], prompts[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
-    assert [len(dropped.caches[member].ids) for member in rollouts] == [max(first, third), second, 0]
+    first, second = (common_prefix(prompts[0], prompts[other]) for other in (1, 2))
+    assert second <= first < len(prompts[0]), "the others are read after the first one"
+    assert [len(dropped.caches[member].ids) for member in rollouts] == [first, 0, 0]
     for teacher in (kept, dropped):
         for member in rollouts:
             cache = teacher.caches[member]
-            for layer in cache.cache.layers:
-                assert layer.keys.shape[-2] == len(cache.ids)
-                assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
+            assert len(cache.layers) == (2 if cache.ids else 0)
+            for tensor in itertools.chain(*cache.layers):
+                assert tensor.shape[-2] == len(cache.ids)
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes
         again = teacher.states(rollouts, ["full", 0])
         torch.testing.assert_close(again[0].hidden, scored(teacher, rollouts, "full"), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(again[1].hidden, scored(teacher, rollouts, 0), rtol=1e-9, atol=1e-9)

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
-from firedistill.models.loading import multiplies_bfloat16
+from firedistill.models.attention import multiplies_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -553,11 +553,9 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
     return {
         **setup.decided,
         "attn_implementation": f"{unwrap(setup.model).config._attn_implementation}"
-        + ("" if args.attn_implementation else ", the default of transformers for this model")
+        + ("" if args.attn_implementation else f", the default for {device.type}")
         + (", without cuDNN's kernels" if device.type == "cuda" else ""),
-        "teacher views": (
-            "one response at a time, shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
-        )
+        "teacher views": ("shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches")
         + ("" if args.share_prefixes is not None else f", the default for {device.type}"),
         "head": f"chunks of {default_chunk(unwrap(setup.model).config.get_text_config().vocab_size, device.type == 'cuda')} tokens",
     }

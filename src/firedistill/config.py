@@ -223,7 +223,10 @@ class SelfDistillConfig(TrainingArguments):
         choices=("nf4", "auto"),
     )
     attn_implementation: str | None = model_setting(
-        None, "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa.", effect="rounding"
+        None,
+        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa, on CPUs by the package's own "
+        "products in bfloat16.",
+        effect="rounding",
     )
     fsdp_size: int | None = model_setting(
         None,
@@ -260,7 +263,7 @@ class SelfDistillConfig(TrainingArguments):
         effect="rounding",
     )
     share_prefixes: bool | None = model_setting(
-        None, "Read the teacher views' common prefix once, one response at a time; by default on CPU only.", effect="rounding"
+        None, "Read once what teacher prompts have in common; by default on CPU only.", effect="rounding"
     )
     score_tokens_per_forward: int = model_setting(
         8192, "Padded tokens per forward pass of the teacher.", effect="rounding", above=0

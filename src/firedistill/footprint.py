@@ -32,6 +32,7 @@ from firedistill.rollouts.fixed import WINDOW, can_fix, power_of_two
 from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.merging import can_pack, merged_bytes
 from firedistill.teacher.prefix_cache import can_share_prefixes
+from firedistill.teacher.teacher import packed_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -206,10 +207,10 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
     per_token = cache_bytes_per_token(causal_lm)
     shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
-    if shares and can_share_prefixes(model):
-        teacher = pass_memory(model, 1, longest) + sequences * longest * per_token
-    else:
-        teacher = pass_memory(model, max(1, min(args.score_tokens_per_forward // longest, sequences)), longest)
+    shares = shares and can_share_prefixes(model)
+    together = packed_tokens(args.score_tokens_per_forward, args.device) if shares else args.score_tokens_per_forward
+    teacher = pass_memory(model, max(1, min(together // longest, sequences)), longest)
+    teacher += sequences * longest * per_token if shares else 0
     config = causal_lm.config.get_text_config()
     logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
     gpu = args.device.type == "cuda"

@@ -17,7 +17,8 @@ from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
-from firedistill.models.loading import load_model_and_tokenizer, multiplies_bfloat16, weight_bytes
+from firedistill.models.attention import multiplies_bfloat16, use_own_attention
+from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
@@ -206,6 +207,10 @@ def load_setup(
             attn_implementation=args.attn_implementation,
             device=args.device if args.device.type == "cuda" else None,
         )
+    if args.attn_implementation is None and args.device.type == "cpu":
+        for each in (model, teacher_model):
+            if each is not None:
+                use_own_attention(each)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     decided |= decide_for_device(args, cast(PeftModel, model))

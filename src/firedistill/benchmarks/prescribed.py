@@ -24,6 +24,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
 from firedistill.metrics import Metrics
 from firedistill.models.adapter import compute_in_base_dtype
+from firedistill.models.attention import use_own_attention
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import ResponseStates, score_responses
@@ -128,6 +129,8 @@ class PrescribedSteps:
         base, self.tokenizer = model_of(model_sizes, options)
         torch.manual_seed(0)
         self.model = compute_in_base_dtype(add_lora(base)).to(options.device).train()
+        if options.device == "cpu":
+            use_own_attention(self.model)
         if sizes.checkpointing:  # older versions of transformers have the second name only
             getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
         self.micro_batch, self.step_scale = sizes.micro_batch, 1.0

@@ -14,7 +14,7 @@ from firedistill.benchmarks import gpu, parts
 from firedistill.benchmarks.gpu.page import PAGE, write_page
 from firedistill.benchmarks.gpu.sizes import Setting
 from firedistill.benchmarks.harness import Options, hardware, plot, result, table, write
-from firedistill.models.loading import multiplies_bfloat16
+from firedistill.models.attention import multiplies_bfloat16
 from firedistill.terminal import quiet_libraries, visible
 
 

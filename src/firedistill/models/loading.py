@@ -146,11 +146,6 @@ def load_model_and_tokenizer(
     return model, tokenizer
 
 
-def multiplies_bfloat16() -> bool:
-    """Whether PyTorch has kernels for products in bfloat16 on this CPU (AVX512, or Arm with bf16)."""
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
 def weight_bytes(name: str, dtype: str) -> int:
     """Bytes of the weights of a model in this type, by its configuration; raises ModelError as `load_model_and_tokenizer` does."""
     source = resolve_model(name)

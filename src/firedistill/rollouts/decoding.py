@@ -17,8 +17,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
+from firedistill.models.attention import own_attention
 from firedistill.rollout import Sampling
-from firedistill.rollouts.attention import decoding_attention
 from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalise_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
@@ -157,7 +157,7 @@ class GrowingBatch:
     def forward(self, ids: Tensor) -> Tensor:
         """Logits `[B, V]` after the tokens `ids` `[B, T]`."""
         start, self.length = self.length, self.length + ids.shape[-1]
-        with decoding_attention(self.model):
+        with own_attention(self.model):
             output = self.model(
                 input_ids=ids,
                 attention_mask=self.mask[:, : self.length],

@@ -19,9 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
 from firedistill.memory import is_out_of_memory
+from firedistill.models.attention import NAME, own_attention
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
-from firedistill.rollouts.attention import decoding_attention
 from firedistill.rollouts.decoding import Prompts
 from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
 
@@ -44,7 +44,7 @@ def can_fix(model: PreTrainedModel) -> bool:
     kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
     return (
         all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-        and config._attn_implementation == "sdpa"
+        and config._attn_implementation in ("sdpa", NAME)
         and not kinds & {"dynamic", "longrope"}
         and not is_sharded(model)
     )
@@ -300,7 +300,7 @@ class FixedBatch:
     def next_tokens(self) -> list[list[int]]:
         until = min(self.told + self.every, self.steps)
         while True:
-            with decoding_attention(self.decoder.model):
+            with own_attention(self.decoder.model):
                 for done in range(self.done, until):
                     self.decoder.advance(self.rows, self.width + done - 1, self.sampling)
             self.done = until
@@ -320,7 +320,7 @@ class FixedBatch:
         at["tokens"][:rows] = at["responses"][:rows, step - 1]
         if self.prompts_seen is not None:
             self.see(step - 1)
-        with decoding_attention(self.decoder.model):
+        with own_attention(self.decoder.model):
             self.decoder.step(rows, self.decoder.window(rows, self.width + step - 1), self.sampling, exact=True)
         self.done = step + 1
 

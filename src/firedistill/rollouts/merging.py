@@ -12,7 +12,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from firedistill.models.loading import multiplies_bfloat16
+from firedistill.models.attention import multiplies_bfloat16
 
 
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:

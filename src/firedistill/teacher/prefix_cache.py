@@ -1,73 +1,119 @@
-"""Keys and values of what the teacher has read, so that prefixes that several views share are read once.
+"""Sequences that a teacher reads together, each after a prefix whose keys and values are known.
 
-The views of a rollout agree up to the removed field. The teacher has no backward pass, so the keys and values of a shared prefix can be
-kept: the cache is cropped where the next view departs and extended from there. Exact up to floating-point order.
+The views of a rollout agree up to the removed field, and the prompts of a batch begin alike. The teacher has no backward pass, so the
+keys and values of a prefix can be kept. The rest of several sequences is read end to end in one forward pass without padding, in which
+a token attends to the prefix and to the earlier tokens of its own sequence. Exact up to floating-point order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
+from firedistill.models.attention import NAME, causal_attention, own_attention
 from firedistill.models.states import trunk_states, unwrap
 
-# Layers whose cache can be cropped at any position.
-CROPPABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+@dataclass
+class Prefix:
+    """Tokens that were read, with the keys and values `[1, groups, tokens, size]` of each layer."""
+
+    ids: list[int]
+    layers: list[tuple[Tensor, Tensor]]
 
 
-class PrefixCache:
-    """Reads sequences one after the other and keeps keys and values up to where the next one departs.
+class NotPacked(Exception):
+    """A model that cannot read several sequences in one forward pass."""
+
+
+class Reading:
+    """A prompt with a response, to be read after what is known of the prompt.
 
     Args:
-        model: a causal language model for which `can_share_prefixes` holds.
-        similar: a cache whose beginning is copied as far as `prompt` agrees with it (the members of a group share their prompt).
-        prompt: token ids of the first prompt to be read.
+        prompt, response: token ids.
+        known: begins like the prompt.
+        keep: of how many tokens the keys and values are kept.
 
     Attributes:
-        ids: the tokens that the cache holds.
-        first: the first sequence that was read.
-        tokens: number of tokens that went through the model.
+        start: how many tokens are known. The last one of the prompt is read in any case: its state predicts the response.
+        rest: the token ids that are read.
+        kept, states: after reading, the first `keep` tokens, and the states `[T, H]` that predict the response.
     """
 
-    def __init__(self, model: nn.Module, similar: PrefixCache | None = None, prompt: Sequence[int] = ()):
-        self.causal_lm = unwrap(model)
-        self.cache = DynamicCache()
-        self.ids: list[int] = []
-        self.first: list[int] = []
-        self.tokens = 0
-        if similar is not None:
-            length = common_prefix(similar.ids, prompt)
-            self.ids = similar.ids[:length]
-            layers: Sequence[Any] = similar.cache.layers  # plain keys and values: `can_share_prefixes`
-            for index, layer in enumerate(layers):
-                self.cache.update(layer.keys[..., :length, :], layer.values[..., :length, :], index)
+    states: Tensor
 
-    def read(self, prompt: list[int], response: list[int]) -> Tensor:
-        """`[T, H]` states that predict the response tokens."""
-        ids = prompt + response
-        shared = min(common_prefix(self.ids, ids), len(prompt) - 1)
-        if shared < len(self.ids):
-            self.cache.crop(shared - len(self.ids))  # a negative number is the tokens to remove
-        rest = torch.tensor([ids[shared:]], device=next(self.causal_lm.parameters()).device)
-        states = trunk_states(self.causal_lm, input_ids=rest, past_key_values=self.cache, use_cache=True)
-        self.ids, self.first = ids, self.first or ids
-        self.tokens += rest.shape[1]
-        start = len(prompt) - 1 - shared
-        return states[0, start : start + len(response)]
+    def __init__(self, prompt: list[int], response: list[int], known: Prefix | None = None, keep: int = 0):
+        self.prompt, self.response, self.known = prompt, response, known
+        self.start = 0 if known is None else min(common_prefix(known.ids, prompt), len(prompt) - 1)
+        self.rest = (prompt + response)[self.start :]
+        self.kept = Prefix((prompt + response)[:keep], [])
 
-    def crop(self, length: int) -> None:
-        """Keep the first `length` tokens, and free the memory of the others."""
-        if length >= len(self.ids):
-            return
-        self.cache.crop(length - len(self.ids))  # a negative number is the tokens to remove
-        layers: Sequence[Any] = self.cache.layers
-        for layer in layers:
-            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-        self.ids = self.ids[:length]
+
+class Packed:
+    """Readings that share a forward pass. The attention of every layer calls `attention`.
+
+    Attributes:
+        layers: how many have called it.
+    """
+
+    def __init__(self, readings: Sequence[Reading]):
+        self.readings, self.layers = readings, 0
+
+    def attention(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """`[1, T, heads, size]` for the tokens of all sequences, end to end; shapes as in `models.attention.attention`."""
+        sizes = [len(reading.rest) for reading in self.readings]
+        found = []
+        for reading, queries, *new in zip(self.readings, *(x.split(sizes, dim=2) for x in (query, key, value)), strict=True):
+            if reading.known is not None and reading.start:
+                known = [x[:, :, : reading.start] for x in reading.known.layers[self.layers]]
+                new = [torch.cat(parts, dim=2) for parts in zip(known, new, strict=True)]
+            if count := len(reading.kept.ids):
+                reading.kept.layers.append((new[0][:, :, :count].clone(), new[1][:, :, :count].clone()))
+            found.append(causal_attention(module, queries, new[0], new[1], scaling))
+        self.layers += 1
+        return torch.cat(found, dim=1)
+
+
+def read(model: nn.Module, readings: Sequence[Reading], most_tokens: int) -> int:
+    """Read the sequences in forward passes of at most `most_tokens` tokens, or of one sequence; sets their `states` and `kept`.
+
+    Returns:
+        The number of tokens that went through the model.
+
+    Raises:
+        NotPacked: attention layers of the model do not call `Packed.attention`.
+    """
+    causal_lm = unwrap(model)
+    device = next(causal_lm.parameters()).device
+    for batch in passes(readings, most_tokens):
+        packed = Packed(batch)
+        ids = torch.tensor([[token for reading in batch for token in reading.rest]], device=device)
+        positions = torch.cat([torch.arange(r.start, r.start + len(r.rest)) for r in batch]).unsqueeze(0).to(device)
+        with own_attention(model):
+            states = trunk_states(causal_lm, input_ids=ids, position_ids=positions, use_cache=False, packed=packed)[0]
+        if packed.layers != causal_lm.config.get_text_config().num_hidden_layers:
+            raise NotPacked(f"{type(causal_lm).__name__} does not pass arguments on to the attention of every layer")
+        for reading, part in zip(batch, states.split([len(reading.rest) for reading in batch]), strict=True):
+            reading.states = part[len(reading.prompt) - 1 - reading.start :][: len(reading.response)]
+    return sum(len(reading.rest) for reading in readings)
+
+
+def passes(readings: Sequence[Reading], most_tokens: int) -> Iterator[list[Reading]]:
+    """The readings in their order, in lists of at most so many tokens, or of one reading."""
+    batch: list[Reading] = []
+    for reading in readings:
+        if batch and sum(len(other.rest) for other in (*batch, reading)) > most_tokens:
+            yield batch
+            batch = []
+        batch.append(reading)
+    if batch:
+        yield batch
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -79,6 +125,16 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def can_share_prefixes(model: nn.Module) -> bool:
-    """Whether every layer keeps plain keys and values (recurrent and linear-attention layers do not)."""
-    layers = getattr(unwrap(model).config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return set(layers) <= CROPPABLE_LAYERS
+    """Whether `read` gives what plain forward passes give.
+
+    False for layers with sliding windows or without keys and values, for attention other than PyTorch's, and for rotary frequencies
+    that depend on the length.
+    """
+    config: Any = unwrap(model).config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
+    return (
+        all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
+        and config._attn_implementation in ("sdpa", NAME)
+        and not kinds & {"dynamic", "longrope"}
+    )

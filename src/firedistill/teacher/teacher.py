@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -19,9 +20,12 @@ from firedistill.rollout import Rollout
 from firedistill.tasks import Example, Task
 from firedistill.tasks.types import FeedbackField
 from firedistill.teacher.ema import EMAWeights, FixedWeights
-from firedistill.teacher.prefix_cache import PrefixCache, can_share_prefixes, common_prefix
+from firedistill.teacher.prefix_cache import NotPacked, Prefix, Reading, can_share_prefixes, common_prefix, read
+
+logger = logging.getLogger(__name__)
 
 TOKENS_PER_FORWARD = 8192
+PACKED_TOKENS = 1024  # on a CPU, enough for the rate of its matrix products
 
 
 class Teacher:
@@ -80,7 +84,7 @@ class Teacher:
         self.share_prefixes = share_prefixes and can_share_prefixes(model)
         self.metrics = Metrics()
         self.prompts: WeakKeyDictionary[Rollout, dict[View, list[int]]] = WeakKeyDictionary()
-        self.caches: dict[Rollout, PrefixCache] = {}
+        self.caches: dict[Rollout, Prefix] = {}
 
     # ---- Weights -------------------------------------------------------------------------------------------------------------------
 
@@ -147,7 +151,12 @@ class Teacher:
             for attempt in self.limit.attempts():
                 with attempt, self.weights.applied():
                     if self.share_prefixes:
-                        return self._read_one_by_one(rollouts, views, lengths, keep)
+                        try:
+                            return self._read_shared(rollouts, views, lengths, keep)
+                        except NotPacked as reason:
+                            logger.warning("%s: the teacher reads views in batches, without shared prefixes", reason)
+                            self.forget()
+                            self.share_prefixes = False
                     return self._read_in_batches(rollouts, views, lengths)
                 self.forget()
                 self.share_prefixes = False  # keys and values of whole prompts are what memory is short of
@@ -190,30 +199,36 @@ class Teacher:
         taken, self.metrics = self.metrics, Metrics()
         return taken
 
-    def _read_one_by_one(
+    def _read_shared(
         self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int], keep: bool
     ) -> list[ResponseStates]:
-        """Response by response, and for each the views in the order of the prefix that they share with what was read first."""
-        hidden: list[list[Tensor]] = [[] for _ in views]
-        for i, (rollout, length) in enumerate(zip(rollouts, lengths, strict=True)):
-            prompts = [self.prompt_ids(rollout, view) for view in views]
-            if rollout not in self.caches:
-                self.caches[rollout] = self._new_cache(prompts[0])
-            cache = self.caches[rollout]
-            read_before, shared = cache.tokens, [common_prefix(cache.first, prompt) for prompt in prompts]
-            found = {v: cache.read(prompts[v], rollout.response_ids[:length]) for v in sorted_by(shared)}
-            for v, states in enumerate(hidden):
-                states.append(found[v])
-            self.metrics.total(teacher_tokens=cache.tokens - read_before)
-            # No view reads the keys and values of a response again; of a prompt, other rollouts may read the beginning.
-            others = [] if keep else [self.prompt_ids(other, views[0]) for other in rollouts[i + 1 :]]
-            cache.crop(len(cache.ids) - length if keep else max((common_prefix(cache.ids, p) for p in others), default=0))
-        return [ResponseStates(torch.cat(states), list(lengths)) for states in hidden]
+        """Read once what prompts of several rollouts share, then what the views of a rollout share."""
+        prompts = [[self.prompt_ids(rollout, view) for view in views] for rollout in rollouts]
+        responses = [rollout.response_ids[:length] for rollout, length in zip(rollouts, lengths, strict=True)]
+        readings: dict[tuple[int, int], Reading] = {}  # by rollout and view
+        new = [i for i, rollout in enumerate(rollouts) if rollout not in self.caches]
+        order = [[new[place] for place in wave] for wave in waves([prompts[i][0] for i in new])]
+        for position, wave in enumerate(order):
+            later = [prompts[i][0] for others in order[position + 1 :] for i in others]
+            for i in wave:
+                prompt = prompts[i][0]
+                kept = len(prompt) if keep or len(views) > 1 else max((common_prefix(prompt, p) for p in later), default=0)
+                readings[i, 0] = Reading(prompt, responses[i], self._known(prompt), kept)
+            self._read([readings[i, 0] for i in wave])
+            self.caches |= {rollouts[i]: readings[i, 0].kept for i in wave}
+        others = [(i, v) for i in range(len(rollouts)) for v in range(len(views)) if (i, v) not in readings]
+        readings |= {(i, v): Reading(prompts[i][v], responses[i], self.caches[rollouts[i]]) for i, v in others}
+        self._read([readings[place] for place in others])
+        states = [[readings[i, v].states for i in range(len(rollouts))] for v in range(len(views))]
+        return [ResponseStates(torch.cat(of_view), list(lengths)) for of_view in states]
 
-    def _new_cache(self, prompt: list[int]) -> PrefixCache:
-        """A cache that begins with what another one has read of this prompt."""
-        similar = max(self.caches.values(), key=lambda other: common_prefix(other.ids, prompt), default=None)
-        return PrefixCache(self.model, similar, prompt)
+    def _known(self, prompt: list[int]) -> Prefix | None:
+        """What was read with the longest beginning of this prompt."""
+        return max(self.caches.values(), key=lambda known: common_prefix(known.ids, prompt), default=None)
+
+    def _read(self, readings: Sequence[Reading]) -> None:
+        most_tokens = packed_tokens(self.limit.size, self.device)
+        self.metrics.total(teacher_tokens=read(self.model, readings, most_tokens))
 
     def _read_in_batches(
         self, rollouts: Sequence[Rollout], views: Sequence[View], lengths: Sequence[int]
@@ -245,6 +260,20 @@ class CutHead(Head):
         return self.rows or super().vocabulary_size
 
 
-def sorted_by(shared: Sequence[int]) -> list[int]:
-    """Positions of the largest numbers first; equal ones keep their order."""
-    return sorted(range(len(shared)), key=lambda position: -shared[position])
+def waves(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Indices of the prompts, in lists that are read one after the other: each prompt after the one that it shares most with."""
+    found: list[list[int]] = []
+    depth: list[int] = []
+    for i, prompt in enumerate(prompts):
+        shared = [common_prefix(other, prompt) for other in prompts[:i]]
+        most = max(shared, default=0)
+        depth.append(depth[shared.index(most)] + 1 if most else 0)
+        if depth[i] == len(found):
+            found.append([])
+        found[depth[i]].append(i)
+    return found
+
+
+def packed_tokens(limit: int, device: torch.device) -> int:
+    """Tokens of sequences that share prefixes, per forward pass, where padded batches have `limit` tokens."""
+    return min(limit, PACKED_TOKENS) if device.type == "cpu" else limit
