@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import stub_parts
 from firedistill.benchmarks import (
     BENCHMARKS,
+    attention,
     fields,
     fire_head,
     gpu,
@@ -62,6 +63,7 @@ TINY = {
         literal_tokens=(),
         repeats=2,
     ),
+    "attention": attention.Sizes(((4, 2, 16),), ((2, 33, 33), (1, 5, 20)), calls=1, repeats=2),
     "teacher_views": teacher_views.Sizes(prompt=30, orders=((5, 9), (9, 5)), responses=(7,), model=MODEL, repeats=2),
     "step": step.Sizes(step=STEP, over=(0.1,), model=MODEL, repeats=1),
     "rollouts": rollouts.Sizes(batches=(3,), prompts=(3, 9), new_tokens=5, model=MODEL, repeats=2),
@@ -89,6 +91,7 @@ def results(tmp_path_factory):
 
 SIDES = {
     "fire_head": set(fire_head.EVERY),
+    "attention": {"torch", "tiles"},
     "teacher_views": {"one pass per view", "shared prefixes"},
     "step": {"full context", "fire"},
     "fields": {"full context", "fire", "fire, one pass per view"},

@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-BENCHMARKS = ("fire_head", "teacher_views", "step", "fields", "rollouts", "sdpo", "sampled_step", "long_answers")
+BENCHMARKS = ("fire_head", "attention", "teacher_views", "step", "fields", "rollouts", "sdpo", "sampled_step", "long_answers")
 
 
 def missing_package(benchmark: ModuleType) -> str | None:
