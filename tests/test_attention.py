@@ -208,6 +208,23 @@ def test_the_states_and_gradients_of_a_model(kind, checkpointing, monkeypatch):
     assert all(mine <= 1.25 * other for mine, other in zip(ours, theirs, strict=True))
 
 
+def test_generate_of_transformers_with_padding():
+    model = random_model().eval()
+    ids, mask = IDS.clone(), torch.ones_like(IDS)
+    mask[0, :3] = 0
+    options = dict(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    expected = model.generate(**options)
+    use_own_attention(model)
+    assert torch.equal(model.generate(**options), expected)
+
+
+def test_a_saved_model_loads_where_this_package_is_not(tmp_path):
+    model = random_model()
+    use_own_attention(model)
+    model.save_pretrained(tmp_path)
+    assert not any(NAME in path.read_text() for path in tmp_path.glob("*.json"))
+
+
 def test_other_attention_stays():
     model = random_model()
     model.set_attn_implementation("eager")

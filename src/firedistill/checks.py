@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
-from firedistill.models.attention import multiplies_bfloat16
+from firedistill.models.attention import NAME, multiplies_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -550,10 +550,17 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
     """What was chosen for the device where the settings leave it open, and why, by name."""
     args, device = setup.args, setup.args.device
     shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
+    attention = unwrap(setup.model).config._attn_implementation
     return {
         **setup.decided,
-        "attn_implementation": f"{unwrap(setup.model).config._attn_implementation}"
-        + ("" if args.attn_implementation else f", the default for {device.type}")
+        "attn_implementation": f"{attention}"
+        + (
+            ""
+            if args.attn_implementation
+            else ", the default for cpu"
+            if attention == NAME
+            else ", the default of transformers"
+        )
         + (", without cuDNN's kernels" if device.type == "cuda" else ""),
         "teacher views": ("shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches")
         + ("" if args.share_prefixes is not None else f", the default for {device.type}"),

@@ -47,9 +47,9 @@ def attention(
     Returns:
         `[B, T, heads, size]`, and None for the attention weights.
     """
-    if (packed := kwargs.pop("packed", None)) is not None:  # see `teacher/prefix_cache.py`
-        return packed.attention(module, query, key, value, scaling), None
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
+    if (packed := kwargs.pop("packed", None)) is not None and plain:  # see `teacher/prefix_cache.py`
+        return packed.attention(module, query, key, value, scaling), None
     plain = plain and (attention_mask is None or (attention_mask.shape[1] == 1 and attention_mask.dtype == torch.bool))
     if plain and query.shape[2] == 1:
         return grouped_attention(query, key, value, attention_mask, scaling), None
