@@ -211,7 +211,7 @@ def test_the_relative_time_compares_runs_of_the_same_turn(monkeypatch):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["fire_heads"], "unknown benchmark 'fire_heads'; known are fire_head, teacher_views, step, fields"),
+        (["fire_heads"], "unknown benchmark 'fire_heads'; known are fire_head, attention, teacher_views, step, fields"),
         (["step", "--repeats", "0"], "--repeats is 0"),
     ],
 )
