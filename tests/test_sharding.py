@@ -141,10 +141,12 @@ class TestTwoProcesses:
                 difference(joined(one[part]), joined(two[part])) < difference(joined(one[part]), joined(rounded[part])) < 1e-6
             )
             assert all(torch.equal(two[part][name], value) for name, value in second[part].items())
-        for found, expected, nearby in zip(two["gradients"], one["gradients"], rounded["gradients"], strict=True):
-            rounding, apart = difference(joined(expected), joined(nearby)), difference(joined(expected), joined(found))
-            # The gradients compared for TOP-D are those of the last of eight updates.
-            assert apart < rounding < 1e-5 and apart < (3e-6 if kind == "top_d" else 1e-6)
+        for step, grads in enumerate(zip(one["gradients"], two["gradients"], rounded["gradients"], strict=True)):
+            expected, found, nearby = map(joined, grads)
+            # The first update begins with equal weights, later ones with what AdamW made of the rounding. TOP-D has eight in a step.
+            bound = 5e-7 if step == 0 and kind != "top_d" else 3e-6
+            apart, rounding = difference(expected, found), difference(expected, nearby)
+            assert apart < rounding < 1e-5 and apart < bound
         assert losses(runs[1] / kind) == pytest.approx(losses(runs[0] / kind), rel=1e-6, abs=2e-6)
         assert one["given"]["base_model"] == two["given"]["base_model"]
         rows = read_jsonl(runs[1] / kind / "metrics.jsonl")
