@@ -319,12 +319,13 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         figure = Figure(figsize=(max(6.4, 3.7 * len(sweeps)), 5.6), layout="constrained")
         axes = figure.subplots(2, len(sweeps), squeeze=False)
         peaks = [math.nan if row.get("peak_mib") is None else row["peak_mib"] for row in found]
+        variants = dict.fromkeys(row["variant"] for row in found if row["case"].keys() & sweeps)  # one colour each in all panels
         for (name, others), column in zip(sweeps.items(), axes.T, strict=True):
             swept = [number for number, row in enumerate(found) if name in row["case"]]
             swept = [number for number in swept if others.items() <= found[number]["case"].items()]
             swept.sort(key=lambda number: found[number]["case"][name])
             for label, values, axis in zip((time_label, "peak MiB"), (seconds, peaks), column, strict=True):
-                for variant in dict.fromkeys(row["variant"] for row in found):  # each has the same colour in all panels
+                for variant in variants:
                     points = [(found[n]["case"][name], values[n]) for n in swept if found[n]["variant"] == variant]
                     axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=variant)
                 axis.set(xlabel=name, ylabel=label, ylim=(0, None))
