@@ -319,7 +319,9 @@ def plot(result: Row, path: Path, sweeps: Mapping[str, Mapping[str, Any]]) -> Pa
         figure = Figure(figsize=(max(6.4, 3.7 * len(sweeps)), 5.6), layout="constrained")
         axes = figure.subplots(2, len(sweeps), squeeze=False)
         peaks = [math.nan if row.get("peak_mib") is None else row["peak_mib"] for row in found]
-        variants = dict.fromkeys(row["variant"] for row in found if row["case"].keys() & sweeps)  # one colour each in all panels
+        variants = dict.fromkeys(
+            row["variant"] for row in found if row["case"].keys() & sweeps
+        )  # one colour each in all panels
         for (name, others), column in zip(sweeps.items(), axes.T, strict=True):
             swept = [number for number, row in enumerate(found) if name in row["case"]]
             swept = [number for number in swept if others.items() <= found[number]["case"].items()]
