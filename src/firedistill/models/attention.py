@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -242,3 +243,18 @@ def own_attention(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         unwrap(model).config.get_text_config(decoder=True)._attn_implementation = before
+
+
+def attends_by_position(config: PreTrainedConfig) -> bool:
+    """Whether every layer attends to all earlier tokens, by PyTorch's attention or this module's, whatever the length of the sequence.
+
+    False for sliding windows, layers without keys and values, and rotary frequencies that depend on the length.
+    """
+    text: Any = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
+    return (
+        all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
+        and text._attn_implementation in ("sdpa", NAME)
+        and not kinds & {"dynamic", "longrope"}
+    )

@@ -16,10 +16,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, StaticLayer
 
 from firedistill.memory import is_out_of_memory
-from firedistill.models.attention import NAME, own_attention
+from firedistill.models.attention import attends_by_position, own_attention
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts
@@ -39,15 +39,7 @@ def can_fix(model: PreTrainedModel) -> bool:
     False for sliding windows, for attention other than PyTorch's, for rotary frequencies that depend on the length, and for weights
     that are spread over processes.
     """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
-    return (
-        all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-        and config._attn_implementation in ("sdpa", NAME)
-        and not kinds & {"dynamic", "longrope"}
-        and not is_sharded(model)
-    )
+    return attends_by_position(model.config) and not is_sharded(model)
 
 
 def power_of_two(rows: int) -> int:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
-from firedistill.models.attention import NAME, causal_attention, own_attention
+from firedistill.models.attention import attends_by_position, causal_attention, own_attention
 from firedistill.models.states import trunk_states, unwrap
 
 
@@ -130,11 +127,4 @@ def can_share_prefixes(model: nn.Module) -> bool:
     False for layers with sliding windows or without keys and values, for attention other than PyTorch's, and for rotary frequencies
     that depend on the length.
     """
-    config: Any = unwrap(model).config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
-    return (
-        all(type(layer) is DynamicLayer for layer in DynamicCache(config=config).layers)
-        and config._attn_implementation in ("sdpa", NAME)
-        and not kinds & {"dynamic", "longrope"}
-    )
+    return attends_by_position(unwrap(model).config)
