@@ -152,7 +152,7 @@ def evaluate_samples(
         rollouts = Sampler(
             engine, task, encoder, args.sampling, args.budget, seed=args.seed + args.process_index, progress=shown
         ).student(requests)
-        entropies = entropy_sums(model, rollouts, args.score_tokens_per_forward)
+        entropies = entropy_sums(model, rollouts, args.tokens_per_forward)
     rollouts, everywhere = gather(rollouts), gather([entropies])
     tokens = sum(count for _, count in everywhere)
     mean_entropy = sum(total for total, _ in everywhere) / tokens if tokens else math.nan

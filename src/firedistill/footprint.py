@@ -208,7 +208,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     per_token = cache_bytes_per_token(causal_lm)
     shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
     shares = shares and can_share_prefixes(model)
-    together = packed_tokens(args.score_tokens_per_forward, args.device) if shares else args.score_tokens_per_forward
+    together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
     teacher = pass_memory(model, max(1, min(together // longest, sequences)), longest)
     teacher += sequences * longest * per_token if shares else 0
     config = causal_lm.config.get_text_config()

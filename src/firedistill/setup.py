@@ -20,6 +20,7 @@ from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.attention import multiplies_bfloat16, use_own_attention
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
+from firedistill.models.norms import fuse_norms
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
@@ -207,10 +208,11 @@ def load_setup(
             attn_implementation=args.attn_implementation,
             device=args.device if args.device.type == "cuda" else None,
         )
-    if args.attn_implementation is None and args.device.type == "cpu":
-        for each in (model, teacher_model):
-            if each is not None:
-                use_own_attention(each)
+    for each in (model, teacher_model):
+        if each is not None and args.device.type == "cuda":
+            decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
+        elif each is not None and args.attn_implementation is None:
+            use_own_attention(each)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(cast(PeftModel, model), args)
     decided |= decide_for_device(args, cast(PeftModel, model))

@@ -196,7 +196,7 @@ class SelfDistillTrainer(ResumableTrainer):
             "rollouts": BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS, adjustable=adjustable),
             "evaluation": BatchLimit(args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable),
             "scoring": BatchLimit(
-                args.score_tokens_per_forward,
+                args.tokens_per_forward,
                 "score_tokens_per_forward",
                 SHORTER_CONTEXTS,
                 smallest=64,
@@ -205,7 +205,7 @@ class SelfDistillTrainer(ResumableTrainer):
         }
         # Its own, so that a measurement that is short of memory does not change how the run is computed.
         self.policy_limit = BatchLimit(
-            args.score_tokens_per_forward, "the measured policy's batch", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable
+            args.tokens_per_forward, "the measured policy's batch", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable
         )
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
         self.teacher = self.setup.teacher(self.limits["scoring"])

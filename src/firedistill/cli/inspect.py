@@ -146,9 +146,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
-    teacher = setup.teacher(
-        BatchLimit(args.score_tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
-    )
+    teacher = setup.teacher(BatchLimit(args.tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64))
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
     elif args.teacher_kind == "initial" and (folder / "config.yaml").is_file():

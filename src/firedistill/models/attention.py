@@ -43,7 +43,8 @@ def attention(
     Args:
         query: `[B, heads, T, size]`.
         key, value: `[B, groups, W, size]`.
-        attention_mask: `[B, 1, T, W]`, true where a key is visible; None for all keys if T = 1, and for causal attention otherwise.
+        attention_mask: `[B, 1, T, W]`, true where a key is visible, or numbers to add to the scores; None for all keys if T = 1, and
+            for causal attention otherwise.
 
     Returns:
         `[B, T, heads, size]`, and None for the attention weights.
@@ -51,11 +52,11 @@ def attention(
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
     if (packed := kwargs.pop("packed", None)) is not None and plain:  # see `teacher/prefix_cache.py`
         return packed.attention(module, query, key, value, scaling), None
-    plain = plain and (attention_mask is None or (attention_mask.shape[1] == 1 and attention_mask.dtype == torch.bool))
+    plain = plain and (attention_mask is None or attention_mask.shape[1] == 1)
     if plain and query.shape[2] == 1:
         return grouped_attention(query, key, value, attention_mask, scaling), None
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
-    known = attention_mask is not None or (causal and query.shape[2] == key.shape[2])
+    known = causal and query.shape[2] == key.shape[2] if attention_mask is None else attention_mask.dtype == torch.bool
     if plain and known and is_tiled(query):
         return tiled_attention(query, key, value, attention_mask, scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

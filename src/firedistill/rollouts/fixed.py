@@ -140,9 +140,13 @@ class Decoder:
         """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
         at = self.tensors
         at["visible"].index_fill_(3, at["column"], True)
+        mask = at["visible"][:rows, :, :, :window]
+        if mask.is_cuda:  # attention there adds it to the scores, and would convert it in every layer
+            dtype = self.layers[0].keys.dtype
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         output = self.model(
             input_ids=at["tokens"][:rows, None].clamp(min=0),
-            attention_mask=at["visible"][:rows, :, :, :window],
+            attention_mask=mask,
             position_ids=at["column"] - at["padding"][:rows],
             past_key_values=self.cache,
             use_cache=True,

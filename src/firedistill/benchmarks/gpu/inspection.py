@@ -204,7 +204,7 @@ def tests(setting: Setting) -> Iterator[harness.Row]:
     """The tests that are marked `gpu`. A test module that needs a package which is not installed counts as an error."""
     if setting.tests is None:
         raise Skipped("the test suite is not at hand: it is part of the repository, not of the installed package")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--continue-on-collection-errors", str(setting.tests)]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "--continue-on-collection-errors", str(setting.tests)]
     start = time.perf_counter()
     ended = subprocess.run(command, capture_output=True, text=True, cwd=setting.tests.parent)
     print(ended.stdout, ended.stderr, flush=True)
