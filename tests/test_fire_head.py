@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -496,3 +497,158 @@ def test_any_case_equals_its_twin(
     more = dict(step_scale=step_scale, log_prob_floor=floor, attribution=attribution, projection=projection)
     case = make_case(tokens, vocabulary, fields, correct, spread, gap, seed, **more).to(torch.float64)
     assert_equals_twin(case, 1e-9, closed_form=True, chunk_size=chunk_size, two_passes=two_passes)
+
+
+# ---- Functions on rows under torch.compile -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Compile the functions on rows on CPUs, by the backend that is set."""
+    monkeypatch.setattr(fire_head, "COMPILED_DEVICES", {"cpu"})
+    torch._dynamo.reset()
+    fire_head.compiled.cache_clear()
+
+    def choose(backend):
+        monkeypatch.setattr(fire_head, "COMPILER", backend)
+
+    yield choose
+    torch._dynamo.reset()
+    fire_head.compiled.cache_clear()
+
+
+def rows_problem(tokens, vocabulary, width, fields, dtype, *, far=False, softcap=None):
+    """Everything that `first_pass` takes; every third token belongs to a correct response."""
+    draw = torch.Generator().manual_seed(tokens)
+
+    def noise(*shape, size=1.0):
+        return (size * torch.randn(*shape, generator=draw)).to(dtype)
+
+    weight = noise(vocabulary, width, size=0.4).requires_grad_()
+    hidden = noise(tokens, width).requires_grad_()
+    correct = torch.arange(tokens) % 3 == 1
+    full = hidden.detach()[~correct] + noise(int((~correct).sum()), width, size=60.0 if far else 0.4)
+    loo = full + noise(fields, len(full), width, size=0.3)
+    head = fire_head.Head.of_weight(weight, softcap=softcap, scale=0.9 if softcap else 1.0)
+    settings = {
+        "token_ids": torch.randint(vocabulary, (tokens,), generator=draw),
+        "correct": correct,
+        "teacher_hidden": full,
+        "loo_hidden": loo,
+    }
+    return head, weight, hidden, torch.rand(tokens, generator=draw) + 0.5, settings
+
+
+def rows_outcome(problem, **more):
+    head, weight, hidden, token_weights, settings = problem
+    weight.grad = hidden.grad = None
+    output = fire_head_loss(head, hidden, token_weights, **settings | more)
+    output.loss.backward()
+    names = [name for name in output.__dataclass_fields__ if name != "loss"]
+    return output.loss.detach(), hidden.grad.clone(), weight.grad.clone(), {name: getattr(output, name) for name in names}
+
+
+CASES_OF_ROWS = {
+    "usual": ({}, {"step_scale": 3.0}),
+    "inside": ({}, {"step_scale": 1.0}),
+    "far": ({"far": True}, {"step_scale": 2.0}),
+    "softcap": ({"softcap": 9.0}, {"step_scale": 3.0}),
+    "floor": ({}, {"step_scale": 3.0, "log_prob_floor": -6.0}),
+    "no attribution": ({}, {"step_scale": 3.0, "attribution": False}),
+    "no projection": ({}, {"step_scale": 3.0, "projection": False}),
+    "chunks": ({}, {"step_scale": 3.0, "chunk_size": 5}),
+}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES_OF_ROWS)
+def test_compiled_rows_compute_the_same(case, dtype, backend, on_cpu, monkeypatch):
+    if backend == "inductor" and (shutil.which("g++") is None or case in ("inside", "no projection")):
+        pytest.skip(
+            "without a C++ compiler" if shutil.which("g++") is None else "by aot_eager only: inductor takes seconds per case"
+        )
+    special, settings = CASES_OF_ROWS[case]
+    for tokens in (23, 2, 41):
+        problem = rows_problem(tokens, 301, 16, 3, dtype, **special)
+        with monkeypatch.context() as plain:
+            plain.setattr(fire_head, "COMPILED_DEVICES", set())
+            expected = rows_outcome(problem, **settings)
+        on_cpu(backend)
+        found = rows_outcome(problem, **settings)
+        assert {"cpu"} == fire_head.COMPILED_DEVICES  # nothing failed
+        # Sums in another order; bfloat16 rounds the gradients of the logits.
+        close = {"rtol": 2e-4, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-3}
+        for name, value in expected[3].items():
+            assert torch.allclose(found[3][name], value, rtol=2e-4, atol=2e-5, equal_nan=True), name
+        assert torch.allclose(found[0], expected[0], rtol=1e-4)
+        for ours, theirs in zip(found[1:3], expected[1:3], strict=True):
+            scale = float(theirs.float().abs().max())
+            assert torch.allclose(ours.float() / scale, theirs.float() / scale, **close)
+
+
+def test_other_numbers_compile_nothing_again(on_cpu):
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    on_cpu(backend)
+    for tokens, scale in ((23, 3.0), (24, 2.0), (50, 2.5), (31, 4.0)):
+        rows_outcome(rows_problem(tokens, 301, 16, 3, torch.float32), step_scale=scale)
+    assert len(compiled) == 3  # correct responses, full teacher, attribution
+
+
+def test_a_compiler_that_fails_leaves_the_numbers_as_they_are(on_cpu, monkeypatch, caplog):
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    problem = rows_problem(40, 301, 16, 3, torch.float32)
+    monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", 7 * 301)
+    monkeypatch.setattr(fire_head, "COMPILED_DEVICES", set())
+    expected = rows_outcome(problem, step_scale=3.0)
+    monkeypatch.setattr(fire_head, "COMPILED_DEVICES", {"cpu"})
+    on_cpu(backend)
+    for _ in range(2):
+        found = rows_outcome(problem, step_scale=3.0)
+        assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
+    warnings = [record.message for record in caplog.records if "torch.compile" in record.message]
+    assert len(warnings) == 1 and "no compiler here" in warnings[0]
+
+
+def test_memory_that_runs_out_is_no_failure_of_the_compiler(on_cpu):
+    def backend(graph, inputs):
+        def run(*arguments):
+            raise torch.OutOfMemoryError("out of memory")
+
+        return run
+
+    on_cpu(backend)
+    with pytest.raises(torch.OutOfMemoryError):
+        rows_outcome(rows_problem(9, 301, 16, 3, torch.float32), step_scale=3.0)
+    assert {"cpu"} == fire_head.COMPILED_DEVICES
+
+
+def test_deterministic_runs_do_without_compiled_rows(on_cpu):
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not fire_head.is_compiled(torch.device("cpu"), torch.float32)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert fire_head.is_compiled(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_gradient_through_the_logits_is_that_of_autograd(dtype, scale, softcap, temperature):
+    head = fire_head.Head.of_weight(torch.zeros(7, 3, dtype=dtype), softcap=softcap, scale=scale, temperature=temperature)
+    products = (10 * torch.randn(4, 7, generator=torch.Generator().manual_seed(0))).to(dtype).requires_grad_()
+    logits = head.logits(products)
+    gradient = torch.randn(4, 7, generator=torch.Generator().manual_seed(1)).to(logits.dtype)
+    (expected,) = torch.autograd.grad(logits, products, gradient)
+    found = head.logits_backward(products.detach(), gradient.clone())
+    assert found.dtype == dtype
+    assert torch.allclose(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)

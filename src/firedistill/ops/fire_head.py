@@ -11,29 +11,39 @@
 - No target is built. The logit gradient of a target is affine in its log-probabilities (eq. app_gradient_average), so the log-ratio
   of `q_A` to the student is that of the full teacher minus a weighted sum of residuals between teacher views, and the gradient of
   the loss is `eta p (d_A - E_p[d_A])`. The views are added to that sum one after the other.
-- Matrix products with the head take many tokens at once. Distributions are formed for a few tokens at a time, which then stay in the
-  cache. The gradient overwrites the logits it belongs to.
+- Matrix products with the head take many tokens at once. On a CPU, distributions are formed for a few tokens at a time, which then
+  stay in the cache; a GPU forms those of all of them by kernels that `torch.compile` makes. The gradient overwrites the logits it
+  belongs to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from firedistill.memory import is_out_of_memory
 from firedistill.ops.head import Head, float32_sums, with_gradients
+
+logger = logging.getLogger(__name__)
 
 # Tokens projected at once, in the head's dtype: as many as have this number of logits, but not fewer than CHUNK_TOKENS, because every
 # projection reads the whole head. At most three such buffers exist (student, full teacher, other views).
 CHUNK_ELEMENTS = 2**23
 CHUNK_ELEMENTS_GPU = 2**28
 CHUNK_TOKENS = 220
-# Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache.
+# Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache. Compiled
+# functions take all logits of a projection.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
+
+# Where functions on rows are compiled, and by which backend of `torch.compile`
+COMPILED_DEVICES, COMPILER = {"cuda"}, "inductor"
 
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
@@ -217,6 +227,15 @@ class FirstPass:
         self.head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
         self.over = self.wrong[:0]
         self.waiting = False
+        self.rule = Rule(
+            self.head,
+            self.teacher_head,
+            self.log_prob_floor,
+            self.attribution,
+            self.projection,
+            self.differentiate,
+            self.step_scale,
+        )
 
     def output(self) -> FireHeadOutput:
         """The loss and the diagnostics.
@@ -262,14 +281,8 @@ class FirstPass:
         for part, products in self.projected(tokens):
             for rows in self.blocks(products):
                 here = tokens[part][rows]
-                y, student = token_ids[here].unsqueeze(-1), self.student(products[rows])
-                log_p_y = student.log_p(y).squeeze(-1)
-                gradient = student.p.scatter_(-1, y, 0.0)
-                gradient.scatter_(-1, y, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
-                norm = gradient.square().sum(-1).sqrt()
-                beta = contraction(norm, student.rho)
-                self.record(here, rho=student.rho, entropy=student.entropy, beta=beta)
-                self.finish(products, rows, here, student, gradient, norm, beta, -beta * log_p_y)
+                found = self.on_rows(correct_rows, products[rows], token_ids[here].unsqueeze(-1), self.token_weights[here])
+                self.finish(products, rows, here, found)
 
     def incorrect_branch(self, loo_hidden: Tensor | None) -> None:
         """What the full teacher alone decides (eqs. fire_gradient_energies, fire_evidence); finds the tokens `over`."""
@@ -294,21 +307,10 @@ class FirstPass:
         """
         not_done = []
         for rows in self.blocks(products):
-            here, student, log_q_c = tokens[rows], self.student(products[rows]), self.teacher_logits(full[rows])
-            ratio = student.centred_ratio(student.logits, log_q_c)
-            gradient = student.p * ratio
-            energy = gradient.square().sum(-1)
-            outside = energy > student.rho.square()
-            chi = ((energy - student.rho.square()) / energy).where(outside, 0.0)
-            eta, norm = torch.ones_like(energy), energy.sqrt()
-            loss = kl = student.divergence(ratio, eta, log_q_c)
-            if self.projection and not self.attribution:
-                eta = contraction(norm, student.rho)
-                loss = student.divergence(ratio, eta, log_q_c)
-            self.record(here, rho=student.rho, entropy=student.entropy, energy=energy, chi=chi, kl=kl, eta=eta)
-            done = ~outside if self.attribution else torch.ones_like(outside)
-            self.finish(products, rows, here, student, gradient, norm, eta, loss, done)
-            not_done.append(~done)
+            here = tokens[rows]
+            found = self.on_rows(full_teacher_rows, products[rows], full[rows], self.token_weights[here])
+            self.finish(products, rows, here, found)
+            not_done.append(found.not_done)
         return torch.cat(not_done).nonzero().flatten()  # once per chunk: the host waits for it
 
     def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, loo_hidden: Tensor) -> None:
@@ -323,48 +325,15 @@ class FirstPass:
             views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
             for block in self.blocks(group):
                 rows, here = group[block], tokens[group[block]]
-                student, log_q_c = self.student(products[rows]), self.teacher_logits(full[rows])
-                # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The
-                # weights share the denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
-                shift = torch.zeros_like(log_q_c)
-                evidence = [student.rho.square().clamp(min=torch.finfo(self.dtype).tiny)]
-                for j, view in enumerate(views):
-                    residual = student.centred_ratio(self.teacher_logits(view[block]), log_q_c)
-                    field_energy = (student.p * residual).square_().sum(-1)
-                    self.statistics["field_energy"][j, here] = field_energy
-                    evidence.append(self.statistics["chi"][here] * field_energy)
-                    shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
-                total = cast(Tensor, sum(evidence))
-                shift /= total.unsqueeze(-1)
-                ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
-                gradient = student.p * ratio
-                norm = gradient.square().sum(-1).sqrt()
-                eta = contraction(norm, student.rho) if self.projection else torch.ones_like(norm)
-                self.record(here, eta=eta, alpha=torch.stack(evidence) / total)
-                loss = student.divergence(ratio, eta, log_q_c.add_(shift))
-                self.finish(products, rows, here, student, gradient, norm, eta, loss)
+                inputs = products[rows], full[rows], views[:, block], self.statistics["chi"][here], self.token_weights[here]
+                self.finish(products, rows, here, self.on_rows(attributed_rows, *inputs))
 
-    def finish(
-        self,
-        products: Tensor,
-        rows: Tensor,
-        tokens: Tensor,
-        student: StudentDistributions,
-        gradient: Tensor,
-        norm: Tensor,
-        scale: Tensor,
-        loss: Tensor,
-        done: Tensor | None = None,
-    ) -> None:
-        """Record these tokens, and overwrite their products with the gradient of the loss: all of them, or those `done`.
-
-        `gradient` `[C, V]`, of norm `norm`, times `scale` is the logit gradient of the token losses `loss`; it is overwritten.
-        """
-        self.record(tokens, token_loss=loss, gradient_norm=scale * norm)
-        if self.differentiate:
-            gradient *= (scale * self.token_weights[tokens]).unsqueeze(-1)
-            (gradient,) = torch.autograd.grad(student.attached_logits, student.products, gradient)
-            products[rows] = gradient if done is None else torch.where(done.unsqueeze(-1), gradient, products[rows])
+    def finish(self, products: Tensor, rows: Tensor | slice, tokens: Tensor, found: Found) -> None:
+        """Record the statistics of these tokens, and overwrite their products with the gradient of the loss."""
+        for name, value in found.statistics.items():
+            self.statistics[name][..., tokens] = value
+        if found.gradient is not None:
+            products[rows] = found.gradient
 
     # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 
@@ -385,22 +354,29 @@ class FirstPass:
                 for accumulated, gradient in zip(self.head_gradients, gradients[1:], strict=True):
                     accumulated += gradient
 
-    def blocks(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """Positions of a few rows at a time."""
-        return torch.arange(len(rows), device=rows.device).split(self.block_size)
+    def blocks(self, rows: Tensor) -> list[Tensor | slice]:
+        """Positions of a few rows at a time; of all rows where the functions on them are compiled."""
+        if is_compiled(rows.device, self.dtype):
+            return [slice(0, len(rows))] if len(rows) else []
+        return [*torch.arange(len(rows), device=rows.device).split(self.block_size)]
 
-    def student(self, products: Tensor) -> StudentDistributions:
-        products.requires_grad_(self.differentiate)
-        with torch.set_grad_enabled(self.differentiate):
-            logits = self.head.logits(products)
-        return StudentDistributions(products, logits, self.step_scale)
-
-    def teacher_logits(self, products: Tensor) -> Tensor:
-        """`[C, V]` finite logits, raised to the floor on log-probabilities."""
-        logits = finite(self.teacher_head.logits(products).to(self.dtype))
-        if self.log_prob_floor is None:
-            return logits
-        return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + self.log_prob_floor)
+    def on_rows(self, function: Callable[..., Found], *inputs: Tensor) -> Found:
+        """The function of `rule` and of these tensors, compiled or in blocks."""
+        if not is_compiled(self.hidden.device, self.dtype):
+            return function(self.rule, *inputs)
+        # A number would be compiled into the function.
+        rule = self.rule._replace(step_scale=torch.tensor(self.step_scale, dtype=self.dtype, device=self.hidden.device))
+        try:
+            return compiled(function, COMPILER)(rule, *with_any_rows(inputs))
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            logger.warning(
+                "the head runs without torch.compile: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            )
+            COMPILED_DEVICES.discard(self.hidden.device.type)
+        parts = [tensor.split(self.block_size, dim_of_rows(tensor)) for tensor in inputs]
+        return Found.concatenate([function(self.rule, *part) for part in zip(*parts, strict=True)])
 
     def allocate_attribution(self, fields: int) -> None:
         """All weight on the full teacher until the views are read."""
@@ -411,9 +387,146 @@ class FirstPass:
     def undefined(self, *shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=self.dtype, device=self.hidden.device)
 
-    def record(self, tokens: Tensor, **values: Tensor) -> None:
-        for name, value in values.items():
-            self.statistics[name][..., tokens] = value
+
+# ---- Functions on rows -----------------------------------------------------------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """What all rows have in common; as in `first_pass`."""
+
+    head: Head
+    teacher_head: Head
+    log_prob_floor: float | None
+    attribution: bool
+    projection: bool
+    differentiate: bool
+    step_scale: float | Tensor
+
+    def student(self, products: Tensor) -> StudentDistributions:
+        return StudentDistributions(self.head.logits(products), self.step_scale)
+
+    def teacher_logits(self, products: Tensor) -> Tensor:
+        """`[C, V]` finite logits, raised to the floor on log-probabilities."""
+        logits = finite(self.teacher_head.logits(products))
+        if self.log_prob_floor is None:
+            return logits
+        return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + self.log_prob_floor)
+
+    def gradient(self, products: Tensor, gradient: Tensor, factors: Tensor) -> Tensor | None:
+        """The gradient for the products, from that for the logits, which is overwritten, and the factors `[C]` of its rows."""
+        if not self.differentiate:
+            return None
+        gradient *= factors.unsqueeze(-1)
+        return self.head.logits_backward(products, gradient)
+
+
+class Found(NamedTuple):
+    """Of C rows.
+
+    Attributes:
+        statistics: as in `FireHeadOutput`.
+        gradient: `[C, V]`, of the weighted token losses for the products; None if nothing is differentiated.
+        not_done: `[C]`, whether a row waits for the views without a field; its `gradient` are the products.
+    """
+
+    statistics: dict[str, Tensor]
+    gradient: Tensor | None
+    not_done: Tensor
+
+    @staticmethod
+    def concatenate(found: Sequence[Found]) -> Found:
+        statistics = {name: torch.cat([part.statistics[name] for part in found], -1) for name in found[0].statistics}
+        gradients = [part.gradient for part in found if part.gradient is not None]
+        return Found(statistics, torch.cat(gradients) if gradients else None, torch.cat([part.not_done for part in found]))
+
+
+def correct_rows(rule: Rule, products: Tensor, token_ids: Tensor, weights: Tensor) -> Found:
+    """Tokens `token_ids` `[C, 1]` of correct responses, from products `[C, V]` and token weights `[C]`."""
+    student = rule.student(products)
+    log_p_y = student.log_p(token_ids).squeeze(-1)
+    gradient = put(student.p, token_ids, torch.zeros_like(log_p_y).unsqueeze(-1))
+    gradient = put(gradient, token_ids, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
+    norm = gradient.square().sum(-1).sqrt()
+    beta = contraction(norm, student.rho)
+    statistics = {"rho": student.rho, "entropy": student.entropy, "beta": beta}
+    statistics |= {"token_loss": -beta * log_p_y, "gradient_norm": beta * norm}
+    return Found(statistics, rule.gradient(products, gradient, beta * weights), torch.zeros_like(norm, dtype=torch.bool))
+
+
+def full_teacher_rows(rule: Rule, products: Tensor, full: Tensor, weights: Tensor) -> Found:
+    """Tokens of wrong responses, from the products `[C, V]` of student and full teacher, and token weights `[C]`."""
+    student, log_q_c = rule.student(products), rule.teacher_logits(full)
+    ratio = student.centred_ratio(student.logits, log_q_c)
+    gradient = student.p * ratio
+    energy = gradient.square().sum(-1)
+    outside = energy > student.rho.square()
+    chi = ((energy - student.rho.square()) / energy).where(outside, 0.0)
+    eta, norm = torch.ones_like(energy), energy.sqrt()
+    loss = kl = student.divergence(ratio, eta, log_q_c)
+    if rule.projection and not rule.attribution:
+        eta = contraction(norm, student.rho)
+        loss = student.divergence(ratio, eta, log_q_c)
+    statistics = {"rho": student.rho, "entropy": student.entropy, "energy": energy, "chi": chi, "kl": kl, "eta": eta}
+    statistics |= {"token_loss": loss, "gradient_norm": eta * norm}
+    done = ~outside if rule.attribution else torch.ones_like(outside)
+    found = rule.gradient(products, gradient, eta * weights)
+    return Found(statistics, None if found is None else torch.where(done.unsqueeze(-1), found, products), ~done)
+
+
+def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, chi: Tensor, weights: Tensor) -> Found:
+    """Tokens over the radius, from the products `[C, V]` of student and full teacher, those without a field `[B, C, V]`, the gate and
+    token weights `[C]`."""
+    student, log_q_c = rule.student(products), rule.teacher_logits(full)
+    # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The weights share the
+    # denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
+    shift = torch.zeros_like(log_q_c)
+    evidence = [student.rho.square().clamp(min=torch.finfo(log_q_c.dtype).tiny)]
+    energies = []
+    for view in views:
+        residual = student.centred_ratio(rule.teacher_logits(view), log_q_c)
+        energies.append((student.p * residual).square_().sum(-1))
+        evidence.append(chi * energies[-1])
+        shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
+    total = cast(Tensor, sum(evidence))
+    shift /= total.unsqueeze(-1)
+    ratio = student.centred_ratio(student.logits, log_q_c).sub_(shift)
+    gradient = student.p * ratio
+    norm = gradient.square().sum(-1).sqrt()
+    eta = contraction(norm, student.rho) if rule.projection else torch.ones_like(norm)
+    statistics = {"eta": eta, "alpha": torch.stack(evidence) / total}
+    statistics |= {"field_energy": torch.stack(energies)} if energies else {}
+    statistics |= {"token_loss": student.divergence(ratio, eta, log_q_c.add_(shift)), "gradient_norm": eta * norm}
+    return Found(statistics, rule.gradient(products, gradient, eta * weights), torch.zeros_like(norm, dtype=torch.bool))
+
+
+def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether functions on rows are compiled. Compiled reductions depend on the number of rows that comes first, which is not the same
+    in a resumed run, so that deterministic runs do without."""
+    return device.type in COMPILED_DEVICES and dtype == torch.float32 and not torch.are_deterministic_algorithms_enabled()
+
+
+@cache
+def compiled(function: Callable[..., Found], backend: str) -> Callable[..., Found]:
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def with_any_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Let a compiled function take these tensors with any number of rows."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim_of_rows(tensor))
+    return tensors
+
+
+def dim_of_rows(tensor: Tensor) -> int:
+    """That of C in `[C]`, `[C, V]` or `[B, C, V]`."""
+    return max(0, tensor.dim() - 2)
+
+
+def put(values: Tensor, index: Tensor, replacement: Tensor) -> Tensor:
+    """`values` `[C, V]` with `replacement` `[C, 1]` at `index` `[C, 1]`; overwrites them, except where this is compiled."""
+    if not torch.compiler.is_compiling():
+        return values.scatter_(-1, index, replacement)
+    return torch.where(torch.arange(values.shape[-1], device=values.device) == index, replacement, values)
 
 
 class StudentDistributions:
@@ -423,19 +536,18 @@ class StudentDistributions:
     log-ratios are shifted to be exactly 0 at the most likely token.
     """
 
-    def __init__(self, products: Tensor, logits: Tensor, step_scale: float):
-        self.products, self.attached_logits = products, logits
-        self.logits = finite(logits.detach())
+    def __init__(self, logits: Tensor, step_scale: float | Tensor):
+        self.logits = finite(logits)
         top_logit, self.top = self.logits.max(-1, keepdim=True)
         self.shifted = self.logits - top_logit
-        weights = self.shifted.exp().scatter_(-1, self.top, 0.0)
+        weights = put(self.shifted.exp(), self.top, torch.zeros_like(top_logit))
         rest = weights.sum(-1, keepdim=True)
         self.log_normaliser = rest.log1p()
-        self.p = weights.div_(1 + rest)
+        p = weights.div_(1 + rest)
         p_top, others = 1 / (1 + rest), rest / (1 + rest)
-        fisher_trace = (p_top * others + others).squeeze(-1) - self.p.square().sum(-1)
+        fisher_trace = (p_top * others + others).squeeze(-1) - p.square().sum(-1)
         self.rho = fisher_trace.sqrt() / step_scale
-        self.p.scatter_(-1, self.top, p_top)
+        self.p = put(p, self.top, p_top)
         self.entropy = self.log_normaliser.squeeze(-1) - (self.p * self.shifted).sum(-1)
 
     def log_p(self, token_ids: Tensor) -> Tensor:
@@ -456,6 +568,8 @@ class StudentDistributions:
         With `x = eta ratio`, whose mean under p is 0, it is `log E_p[exp(-x)] = log(1 + E_p[exp(-x) - 1 + x])`: no term of the
         sum is negative, so that nothing cancels.
         """
+        if torch.compiler.is_compiling():  # which knows no branch
+            return self.far_divergence(slice(None), eta.unsqueeze(-1), target)
         x = eta.unsqueeze(-1) * ratio
         kl = torch.expm1(-x).add_(x).mul_(self.p).sum(-1).log1p()
         far = x.amin(-1) < -60  # near overflow
@@ -463,7 +577,7 @@ class StudentDistributions:
             kl[far] = self.far_divergence(far, eta[far].unsqueeze(-1), target[far])
         return kl
 
-    def far_divergence(self, rows: Tensor, eta: Tensor, target: Tensor) -> Tensor:
+    def far_divergence(self, rows: Tensor | slice, eta: Tensor, target: Tensor) -> Tensor:
         """The same as `sum p log(p/q) - p + q`, where q is computed as such; no term is negative here either."""
         p, log_p = self.p[rows], self.shifted[rows] - self.log_normaliser[rows]
         log_q = (1 - eta) * log_p + eta * target
@@ -478,5 +592,6 @@ def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
 
 
 def finite(logits: Tensor) -> Tensor:
-    """Minus infinity replaced, in place, by a logit so low that its probability is 0 all the same."""
-    return logits.clamp_(min=-LARGEST_LOGIT[logits.dtype])
+    """Minus infinity replaced by a logit so low that its probability is 0 all the same, in place except where this is compiled."""
+    least = -LARGEST_LOGIT[logits.dtype]
+    return logits.clamp(min=least) if torch.compiler.is_compiling() else logits.clamp_(min=least)

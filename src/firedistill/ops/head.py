@@ -90,6 +90,17 @@ class Head(nn.Module):
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits / self.temperature if self.temperature != 1.0 else logits
 
+    def logits_backward(self, projected: Tensor, gradient: Tensor) -> Tensor:
+        """The gradient for the products with the output embedding, in their dtype, from that for their `logits`."""
+        if self.temperature != 1.0:
+            gradient = gradient / self.temperature
+        if self.softcap is not None:
+            capped = torch.tanh(projected.to(gradient.dtype) * self.scale / self.softcap)
+            gradient = torch.ops.aten.tanh_backward(gradient * self.softcap, capped) / self.softcap
+        if self.scale != 1.0:
+            gradient = gradient * self.scale
+        return gradient.to(projected.dtype)
+
     @property
     def vocabulary_size(self) -> int:
         return cast(Tensor, self.projection.weight).shape[0]
