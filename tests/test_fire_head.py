@@ -652,3 +652,10 @@ def test_the_gradient_through_the_logits_is_that_of_autograd(dtype, scale, softc
     found = head.logits_backward(products.detach(), gradient.clone())
     assert found.dtype == dtype
     assert torch.allclose(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_a_function_is_compiled_for_many_vocabularies(on_cpu):
+    on_cpu("eager")
+    for vocabulary in range(50, 62):
+        rows_outcome(rows_problem(9, vocabulary, 16, 2, torch.float32), step_scale=3.0)
+    assert {"cpu"} == fire_head.COMPILED_DEVICES

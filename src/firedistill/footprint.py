@@ -215,8 +215,9 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
     gpu = args.device.type == "cuda"
     chunk = min(logits, fire_head.default_chunk(config.vocab_size, gpu) * config.vocab_size)
-    block = min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
-    head = 3 * width * chunk + BLOCKS * 4 * block
+    # Compiled functions on rows keep up to three float32 tensors of a chunk and its gradient.
+    rows = 4 * 4 * chunk if gpu else BLOCKS * 4 * min(logits, fire_head.BLOCK_ELEMENTS)
+    head = 3 * width * chunk + rows
 
     def measure() -> tuple[float, float]:
         with counted(model) as live, torch.enable_grad():

@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 # Tokens projected at once, in the head's dtype: as many as have this number of logits, but not fewer than CHUNK_TOKENS, because every
 # projection reads the whole head. At most three such buffers exist (student, full teacher, other views).
 CHUNK_ELEMENTS = 2**23
-CHUNK_ELEMENTS_GPU = 2**28
+CHUNK_ELEMENTS_GPU = 2**27
 CHUNK_TOKENS = 220
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache. Compiled
 # functions take all logits of a projection.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
 
-# Where functions on rows are compiled, and by which backend of `torch.compile`
-COMPILED_DEVICES, COMPILER = {"cuda"}, "inductor"
+# Where functions on rows are compiled, by which backend of `torch.compile`, and how often one is at most, for other settings or sizes
+COMPILED_DEVICES, COMPILER, COMPILATIONS = {"cuda"}, "inductor", 64
 
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
@@ -145,7 +145,7 @@ def first_pass(
         log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
-        chunk_size: tokens projected at once; by default as many as have 2^23 logits, 2^28 on a GPU, and at least 220. Sets the peak
+        chunk_size: tokens projected at once; by default as many as have 2^23 logits, 2^27 on a GPU, and at least 220. Sets the peak
             memory.
         loo_hidden: `[B, W, H]` if the views without a field are known already: no token waits for `attribute` then, and none is
             projected twice.
@@ -367,7 +367,8 @@ class FirstPass:
         # A number would be compiled into the function.
         rule = self.rule._replace(step_scale=torch.tensor(self.step_scale, dtype=self.dtype, device=self.hidden.device))
         try:
-            return compiled(function, COMPILER)(rule, *with_any_rows(inputs))
+            with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+                return compiled(function, COMPILER)(rule, *with_any_rows(inputs))
         except Exception as error:
             if is_out_of_memory(error):
                 raise

@@ -21,7 +21,7 @@ from firedistill.benchmarks.parts import Part
 
 PARTS = (
     Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15),
-    Part("head-check", "The head and loss against the equations in float64", 30),
+    Part("head-check", "The head and loss against the equations in float64", 90, alone=True),
     Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115),
     Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 130),
     Part("head", "Head and loss, forward and backward, by chunk size", 35),
