@@ -307,7 +307,7 @@ def test_products_with_the_head_add_in_float32():
 def test_chunks_are_larger_on_gpus():
     """Fewer, larger products; what is turned into distributions at once follows the cache of a CPU."""
     assert fire_head.CHUNK_ELEMENTS_GPU == 2**27 and fire_head.CHUNK_ELEMENTS == 2**23
-    assert fire_head.default_chunk(151_936, gpu=True) == 1766 and fire_head.default_chunk(151_936, gpu=False) == 220
+    assert fire_head.default_chunk(151_936, gpu=True) == 883 and fire_head.default_chunk(151_936, gpu=False) == 220
 
 
 def test_the_trainer_uses_what_was_decided(checkpoint, tmp_path):

@@ -659,3 +659,13 @@ def test_a_function_is_compiled_for_many_vocabularies(on_cpu):
     for vocabulary in range(50, 62):
         rows_outcome(rows_problem(9, vocabulary, 16, 2, torch.float32), step_scale=3.0)
     assert {"cpu"} == fire_head.COMPILED_DEVICES
+
+
+def test_a_teacher_may_have_fewer_digits():
+    head, _, hidden, token_weights, settings = rows_problem(23, 301, 16, 3, torch.float64)
+    exact = fire_head_loss(head, hidden, token_weights, **settings, step_scale=3.0)
+    rounded = {name: settings[name].float() for name in ("teacher_hidden", "loo_hidden")}
+    teacher = fire_head.Head.of_weight(head.override["weight"].detach().float())
+    found = fire_head_loss(head, hidden, token_weights, **settings | rounded, teacher_head=teacher, step_scale=3.0)
+    assert found.loss.dtype == torch.float64
+    assert torch.allclose(found.loss, exact.loss, rtol=1e-4)

@@ -406,9 +406,9 @@ class Rule(NamedTuple):
     def student(self, products: Tensor) -> StudentDistributions:
         return StudentDistributions(self.head.logits(products), self.step_scale)
 
-    def teacher_logits(self, products: Tensor) -> Tensor:
+    def teacher_logits(self, products: Tensor, dtype: torch.dtype) -> Tensor:
         """`[C, V]` finite logits, raised to the floor on log-probabilities."""
-        logits = finite(self.teacher_head.logits(products))
+        logits = finite(self.teacher_head.logits(products).to(dtype))
         if self.log_prob_floor is None:
             return logits
         return torch.maximum(logits, logits.logsumexp(-1, keepdim=True) + self.log_prob_floor)
@@ -456,7 +456,8 @@ def correct_rows(rule: Rule, products: Tensor, token_ids: Tensor, weights: Tenso
 
 def full_teacher_rows(rule: Rule, products: Tensor, full: Tensor, weights: Tensor) -> Found:
     """Tokens of wrong responses, from the products `[C, V]` of student and full teacher, and token weights `[C]`."""
-    student, log_q_c = rule.student(products), rule.teacher_logits(full)
+    student = rule.student(products)
+    log_q_c = rule.teacher_logits(full, student.logits.dtype)
     ratio = student.centred_ratio(student.logits, log_q_c)
     gradient = student.p * ratio
     energy = gradient.square().sum(-1)
@@ -477,14 +478,15 @@ def full_teacher_rows(rule: Rule, products: Tensor, full: Tensor, weights: Tenso
 def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, chi: Tensor, weights: Tensor) -> Found:
     """Tokens over the radius, from the products `[C, V]` of student and full teacher, those without a field `[B, C, V]`, the gate and
     token weights `[C]`."""
-    student, log_q_c = rule.student(products), rule.teacher_logits(full)
+    student = rule.student(products)
+    log_q_c = rule.teacher_logits(full, student.logits.dtype)
     # log q_A = log q_c + sum_j alpha_j r_j up to a constant, r_j = log q_-j - log q_c (eq. app_field_contrast). The weights share the
     # denominator Z, so that views are read one at a time. Where Z = 0, alpha_0 = 1.
     shift = torch.zeros_like(log_q_c)
     evidence = [student.rho.square().clamp(min=torch.finfo(log_q_c.dtype).tiny)]
     energies = []
     for view in views:
-        residual = student.centred_ratio(rule.teacher_logits(view), log_q_c)
+        residual = student.centred_ratio(rule.teacher_logits(view, log_q_c.dtype), log_q_c)
         energies.append((student.p * residual).square_().sum(-1))
         evidence.append(chi * energies[-1])
         shift.addcmul_(evidence[-1].unsqueeze(-1), residual)
