@@ -38,7 +38,7 @@ CHUNK_ELEMENTS = 2**23
 CHUNK_ELEMENTS_GPU = 2**27
 CHUNK_TOKENS = 220
 # Logits turned into distributions at once: on a CPU 4 MiB in float32, so that a handful of such tensors stay in the cache. Compiled
-# functions take all logits of a projection.
+# functions take up to CHUNK_ELEMENTS_GPU, and with them all logits of a projection unless a larger chunk is asked for.
 BLOCK_ELEMENTS = 2**20
 BLOCK_ELEMENTS_GPU = 2**24
 
@@ -281,8 +281,7 @@ class FirstPass:
         for part, products in self.projected(tokens):
             for rows in self.blocks(products):
                 here = tokens[part][rows]
-                found = self.on_rows(correct_rows, products[rows], token_ids[here].unsqueeze(-1), self.token_weights[here])
-                self.finish(products, rows, here, found)
+                self.finish(correct_rows, here, products, rows, token_ids[here].unsqueeze(-1), self.token_weights[here])
 
     def incorrect_branch(self, loo_hidden: Tensor | None) -> None:
         """What the full teacher alone decides (eqs. fire_gradient_energies, fire_evidence); finds the tokens `over`."""
@@ -308,9 +307,7 @@ class FirstPass:
         not_done = []
         for rows in self.blocks(products):
             here = tokens[rows]
-            found = self.on_rows(full_teacher_rows, products[rows], full[rows], self.token_weights[here])
-            self.finish(products, rows, here, found)
-            not_done.append(found.not_done)
+            not_done.append(self.finish(full_teacher_rows, here, products, rows, full[rows], self.token_weights[here]))
         return torch.cat(not_done).nonzero().flatten()  # once per chunk: the host waits for it
 
     def attribute_tokens(self, tokens: Tensor, products: Tensor, full: Tensor, over: Tensor, loo_hidden: Tensor) -> None:
@@ -325,15 +322,31 @@ class FirstPass:
             views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
             for block in self.blocks(group):
                 rows, here = group[block], tokens[group[block]]
-                inputs = products[rows], full[rows], views[:, block], self.statistics["chi"][here], self.token_weights[here]
-                self.finish(products, rows, here, self.on_rows(attributed_rows, *inputs))
+                inputs = full[rows], views[:, block], self.statistics["chi"][here], self.token_weights[here]
+                self.finish(attributed_rows, here, products, rows, *inputs)
 
-    def finish(self, products: Tensor, rows: Tensor | slice, tokens: Tensor, found: Found) -> None:
-        """Record the statistics of these tokens, and overwrite their products with the gradient of the loss."""
-        for name, value in found.statistics.items():
-            self.statistics[name][..., tokens] = value
+    def finish(
+        self, function: Callable[..., Found], tokens: Tensor, products: Tensor, rows: Tensor | slice, *more: Tensor
+    ) -> Tensor:
+        """Record the statistics of these tokens, and overwrite their products with the gradient of the loss.
+
+        Both are what `function` finds in the rows `rows` of `products` and in `more`. Returns which rows are not done.
+        """
+        inputs = products[rows], *more
+        found = self.on_rows(function, *inputs)
+        self.record(tokens, found.statistics)
+        if found.far is not None and len(far := found.far.nonzero().flatten()):  # once per compiled block: the host waits for it
+            rule = self.rule._replace(differentiate=False)
+            for part in far.split(self.block_size):
+                again = function(rule, *(tensor.index_select(dim_of_rows(tensor), part) for tensor in inputs)).statistics
+                self.record(tokens[part], {name: again[name] for name in ("token_loss", "kl") if name in again})
         if found.gradient is not None:
             products[rows] = found.gradient
+        return found.not_done
+
+    def record(self, tokens: Tensor, statistics: dict[str, Tensor]) -> None:
+        for name, value in statistics.items():
+            self.statistics[name][..., tokens] = value
 
     # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 
@@ -355,26 +368,26 @@ class FirstPass:
                     accumulated += gradient
 
     def blocks(self, rows: Tensor) -> list[Tensor | slice]:
-        """Positions of a few rows at a time; of all rows where the functions on them are compiled."""
+        """Positions of a few rows at a time; of as many as a chunk has by default where the functions on them are compiled."""
         if is_compiled(rows.device, self.dtype):
-            return [slice(0, len(rows))] if len(rows) else []
+            size = max(1, CHUNK_ELEMENTS_GPU // self.head.vocabulary_size)
+            return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         return [*torch.arange(len(rows), device=rows.device).split(self.block_size)]
 
     def on_rows(self, function: Callable[..., Found], *inputs: Tensor) -> Found:
         """The function of `rule` and of these tensors, compiled or in blocks."""
         if not is_compiled(self.hidden.device, self.dtype):
             return function(self.rule, *inputs)
-        # A number would be compiled into the function.
-        rule = self.rule._replace(step_scale=torch.tensor(self.step_scale, dtype=self.dtype, device=self.hidden.device))
+        # A number would be compiled into the function. The device fills the tensor, so that the host does not wait for a copy.
+        rule = self.rule._replace(step_scale=torch.full((), self.step_scale, dtype=self.dtype, device=self.hidden.device))
         try:
             with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
                 return compiled(function, COMPILER)(rule, *with_any_rows(inputs))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            logger.warning(
-                "the head runs without torch.compile: %s", " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            )
+            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            logger.warning("the head runs without torch.compile: %s", cause)
             COMPILED_DEVICES.discard(self.hidden.device.type)
         parts = [tensor.split(self.block_size, dim_of_rows(tensor)) for tensor in inputs]
         return Found.concatenate([function(self.rule, *part) for part in zip(*parts, strict=True)])
@@ -428,11 +441,13 @@ class Found(NamedTuple):
         statistics: as in `FireHeadOutput`.
         gradient: `[C, V]`, of the weighted token losses for the products; None if nothing is differentiated.
         not_done: `[C]`, whether a row waits for the views without a field; its `gradient` are the products.
+        far: `[C]`, whether `token_loss` and `kl` of a row are to be computed once more, without compiling; None if no row's are.
     """
 
     statistics: dict[str, Tensor]
     gradient: Tensor | None
     not_done: Tensor
+    far: Tensor | None = None
 
     @staticmethod
     def concatenate(found: Sequence[Found]) -> Found:
@@ -464,15 +479,16 @@ def full_teacher_rows(rule: Rule, products: Tensor, full: Tensor, weights: Tenso
     outside = energy > student.rho.square()
     chi = ((energy - student.rho.square()) / energy).where(outside, 0.0)
     eta, norm = torch.ones_like(energy), energy.sqrt()
-    loss = kl = student.divergence(ratio, eta, log_q_c)
+    kl, far = student.divergence(ratio, eta, log_q_c)
+    loss = kl
     if rule.projection and not rule.attribution:
         eta = contraction(norm, student.rho)
-        loss = student.divergence(ratio, eta, log_q_c)
+        loss, _ = student.divergence(ratio, eta, log_q_c)  # eta is at most 1: no further row is far
     statistics = {"rho": student.rho, "entropy": student.entropy, "energy": energy, "chi": chi, "kl": kl, "eta": eta}
     statistics |= {"token_loss": loss, "gradient_norm": eta * norm}
     done = ~outside if rule.attribution else torch.ones_like(outside)
     found = rule.gradient(products, gradient, eta * weights)
-    return Found(statistics, None if found is None else torch.where(done.unsqueeze(-1), found, products), ~done)
+    return Found(statistics, None if found is None else torch.where(done.unsqueeze(-1), found, products), ~done, far)
 
 
 def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, chi: Tensor, weights: Tensor) -> Found:
@@ -496,10 +512,10 @@ def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, c
     gradient = student.p * ratio
     norm = gradient.square().sum(-1).sqrt()
     eta = contraction(norm, student.rho) if rule.projection else torch.ones_like(norm)
-    statistics = {"eta": eta, "alpha": torch.stack(evidence) / total}
+    loss, far = student.divergence(ratio, eta, log_q_c.add_(shift))
+    statistics = {"eta": eta, "alpha": torch.stack(evidence) / total, "token_loss": loss, "gradient_norm": eta * norm}
     statistics |= {"field_energy": torch.stack(energies)} if energies else {}
-    statistics |= {"token_loss": student.divergence(ratio, eta, log_q_c.add_(shift)), "gradient_norm": eta * norm}
-    return Found(statistics, rule.gradient(products, gradient, eta * weights), torch.zeros_like(norm, dtype=torch.bool))
+    return Found(statistics, rule.gradient(products, gradient, eta * weights), torch.zeros_like(norm, dtype=torch.bool), far)
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
@@ -514,9 +530,12 @@ def compiled(function: Callable[..., Found], backend: str) -> Callable[..., Foun
 
 
 def with_any_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Let a compiled function take these tensors with any number of rows."""
+    """Let a compiled function take these tensors with any number of rows. It is compiled again for another vocabulary or number of
+    fields: sums over a size that is known are faster."""
     for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, dim_of_rows(tensor))
+        rows = dim_of_rows(tensor)
+        torch._dynamo.maybe_mark_dynamic(tensor, rows)
+        torch._dynamo.mark_static(tensor, [dim for dim in range(tensor.dim()) if dim != rows])
     return tensors
 
 
@@ -565,22 +584,23 @@ class StudentDistributions:
         ratio = (a - b).sub_(a.gather(-1, self.top) - b.gather(-1, self.top))
         return ratio.sub_((self.p * ratio).sum(-1, keepdim=True))
 
-    def divergence(self, ratio: Tensor, eta: Tensor, target: Tensor) -> Tensor:
+    def divergence(self, ratio: Tensor, eta: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """`KL(p || q)` `[C]` for `q` proportional to `p^(1-eta) exp(eta target)`; `ratio` is the centred log-ratio to the target.
 
         With `x = eta ratio`, whose mean under p is 0, it is `log E_p[exp(-x)] = log(1 + E_p[exp(-x) - 1 + x])`: no term of the
-        sum is negative, so that nothing cancels.
+        sum is negative, so that nothing cancels. Near overflow it is `far_divergence`. Compiled code has no branch for that: the
+        second result is then the mask `[C]` of the rows that need it, and None otherwise.
         """
-        if torch.compiler.is_compiling():  # which knows no branch
-            return self.far_divergence(slice(None), eta.unsqueeze(-1), target)
         x = eta.unsqueeze(-1) * ratio
         kl = torch.expm1(-x).add_(x).mul_(self.p).sum(-1).log1p()
-        far = x.amin(-1) < -60  # near overflow
+        far = x.amin(-1) < -60
+        if torch.compiler.is_compiling():
+            return kl, far
         if far.any():
             kl[far] = self.far_divergence(far, eta[far].unsqueeze(-1), target[far])
-        return kl
+        return kl, None
 
-    def far_divergence(self, rows: Tensor | slice, eta: Tensor, target: Tensor) -> Tensor:
+    def far_divergence(self, rows: Tensor, eta: Tensor, target: Tensor) -> Tensor:
         """The same as `sum p log(p/q) - p + q`, where q is computed as such; no term is negative here either."""
         p, log_p = self.p[rows], self.shifted[rows] - self.log_normaliser[rows]
         log_q = (1 - eta) * log_p + eta * target
