@@ -335,9 +335,10 @@ class FirstPass:
         inputs = products[rows], *more
         found = self.on_rows(function, *inputs)
         self.record(tokens, found.statistics)
-        if found.far is not None and len(far := found.far.nonzero().flatten()):  # once per compiled block: the host waits for it
+        if found.far is not None:
             rule = self.rule._replace(differentiate=False)
-            for part in far.split(self.block_size):
+            far = found.far.nonzero().flatten()  # once per compiled block: the host waits for it
+            for part in far.split(self.block_size) if len(far) else ():
                 again = function(rule, *(tensor.index_select(dim_of_rows(tensor), part) for tensor in inputs)).statistics
                 self.record(tokens[part], {name: again[name] for name in ("token_loss", "kl") if name in again})
         if found.gradient is not None:
