@@ -160,7 +160,7 @@ PARTS = {
 
 def parts(table: pd.DataFrame, rate: float) -> str:
     header = ["parts", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)", "entropy, nats"]
-    header += ["gradient norm: median, largest", "policy KL per step, 1e-4 nats: median, largest"]
+    header += ["gradient norm: median, largest", "policy KL of every fifth step, 1e-4 nats: median, largest"]
     rows, table = [], select(table, rate=rate)
     fire = select(table, method="fire", variant="")
     for (method, variant), title in PARTS.items():
@@ -191,7 +191,7 @@ def added(table: pd.DataFrame) -> str:
 
 def noise(table: pd.DataFrame, place: str) -> str:
     header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
-    header += ["weight of the view without the noisy field", "of those without another field"]
+    header += ["weight of the view without the noisy field", "sum of the other views' weights"]
     field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
     others = [key for key in WEIGHTS if key != field and key in table]
     for share, fire, plain in by_share(table, place):
@@ -222,11 +222,11 @@ def noise_costs(table: pd.DataFrame) -> str:
 
 OPTIMIZERS = {
     "": "AdamW",
-    "fixed": "AdamW, fixed step scale",
+    "fixed": "AdamW, constant rate",
     "epsilon": "AdamW, epsilon 1e-3",
-    "epsilon-fixed": "AdamW, epsilon 1e-3, fixed step scale",
+    "epsilon-fixed": "AdamW, epsilon 1e-3, constant rate",
     "sgd": "SGD, momentum 0.9",
-    "sgd-fixed": "SGD, momentum 0.9, fixed step scale",
+    "sgd-fixed": "SGD, momentum 0.9, constant rate",
     "radius": "AdamW, updates shortened to 1e-4 nats",
     "sgd-radius": "SGD, momentum 0.9, updates shortened to 1e-4 nats",
 }
@@ -252,7 +252,7 @@ def steps(table: pd.DataFrame, rate: float) -> str:
                 row += [apart(found, plain, "sampled") if variant else ""]
                 row += [apart(found, other, "sampled") if method == "fire" else ""]
                 row += [f"{found['grad_norm_median'].mean():.3f}, {found['grad_norm_largest'].max():.2f}"]
-                row += [f"{1e4 * found['policy_kl_median'].mean():.2f}, {1e4 * found['policy_kl_largest'].max():,.0f}"]
+                row += [f"{1e4 * found['policy_kl_median'].mean():.3f}, {1e4 * found['policy_kl_largest'].max():,.0f}"]
                 rows.append(row)
     return markdown(header, rows)
 
@@ -260,7 +260,7 @@ def steps(table: pd.DataFrame, rate: float) -> str:
 def beside_fire(table: pd.DataFrame) -> str:
     harder = "also_arithmetic:hard"
     header = ["method", "seeds", "greedy, %", "sampled, %", "sampled, minus FIRE's (95 %)"]
-    header += ["harder problems, %"] * (harder in table) + ["entropy, nats", "generated tokens"]
+    header += ["greedy on `arithmetic:hard`, %"] * (harder in table) + ["well-formed, %", "entropy, nats", "generated tokens"]
     rows, fire = [], select(table, method="fire", variant="")
     for (method, variant), found in table.groupby(["method", "variant"], sort=False):
         reference = select(table, method="fire", variant=variant if variant == "law" else "")
@@ -268,6 +268,7 @@ def beside_fire(table: pd.DataFrame) -> str:
         row = [f"`{method}`{f' ({variant})' if variant else ''}", str(len(found)), spread(100 * found["accuracy"])]
         row += [spread(100 * found["sampled_accuracy"]), same]
         row += [spread(100 * found[harder])] if harder in table else []
+        row += [spread(100 * found["well_formed_rate"])]
         rows.append([*row, spread(found["sampled_entropy"], 3), f"{found['generated_tokens'].mean():,.0f}"])
     return markdown(header, rows) if len(fire) else ""
 
@@ -320,6 +321,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
     "noise-costs": ("study-noise", noise_costs),
+    "steps-1": ("study-steps", lambda table: steps(table, 1)),
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
