@@ -105,6 +105,19 @@ def test_masks(kind, scale, monkeypatch):
     assert_close_to(expected, with_gradients(tiled_attention(*parts, mask, scale), parts, gradient))
 
 
+def test_sequences_of_many_lengths_have_tiles_of_few_widths():
+    """oneDNN keeps code for every shape of a product."""
+    widths, full = set(), set()
+    for length, width in ((200, 700), (201, 713), (187, 745), (150, 790)):
+        found = list(own.tiles(torch.empty(1, 4, length, 8), torch.empty(1, 2, width, 8), None))
+        assert [tile.queries.start for tile in found] == list(range(0, length, own.ROWS)) and found[-1].width == width
+        for tile in found[:-1]:
+            assert tile.width >= width - length + tile.queries.stop  # all keys that a query sees
+            widths.add(tile.width)
+        full.add(width)
+    assert all(width % own.ROWS == 0 or width in full for width in widths) and len(widths) < 8
+
+
 def test_a_query_that_sees_no_key_is_finite():
     parts, gradient = inputs(2, 4, 2, 6, 6, 16)
     mask = (torch.arange(6) >= torch.tensor([0, 3])[:, None, None, None]) & lower_right(6, 6)

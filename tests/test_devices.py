@@ -77,6 +77,14 @@ def test_activations_are_recomputed_where_they_do_not_fit(unused, recomputes, mo
     assert "without it a step adds up to" in decided["gradient_checkpointing"]
 
 
+@pytest.mark.parametrize(("fsdp_size", "tokens"), [(None, 32_768), (1, 32_768), (2, 8192)])
+def test_a_base_that_is_spread_is_scored_in_batches_that_need_not_become_smaller(fsdp_size, tokens, monkeypatch, tmp_path):
+    args, explicit = (run_config("unused", tmp_path, fsdp_size=fsdp_size, score_tokens_per_forward=n) for n in (None, 100))
+    assert args.tokens_per_forward == 8192
+    monkeypatch.setattr(SelfDistillConfig, "device", GPU)
+    assert args.tokens_per_forward == tokens and explicit.tokens_per_forward == 100
+
+
 def test_decisions_on_a_cpu(checkpoint, tmp_path):
     found = setup.load_setup(run_config(checkpoint, tmp_path / "run", gradient_checkpointing=None), task=ToyTask())
     assert found.args.gradient_checkpointing is True and found.args.merge_adapter is True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,6 +13,8 @@ import torch
 from firedistill.cli import main as cli
 from firedistill.evaluation import entropy_sums, pass_at_k, summarize_samples
 from firedistill.rollout import Response, Rollout
+from firedistill.rollouts.fixed import Decoder
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import Example, Verdict
 from tiny import adapter_weights, random_model, run_config, run_trainer
@@ -102,6 +105,21 @@ def test_samples_and_further_tasks_are_columns_and_change_nothing(checkpoint, tm
         assert sum(r["correct"] for r in table) / len(table) == pytest.approx(other["sampled_accuracy"])
     loss = [[row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in trainers]
     assert loss[0] == loss[1]
+
+
+def test_training_does_not_hold_the_keys_and_values_of_an_evaluation(checkpoint, tmp_path):
+    """Greedy answers, samples and further tasks use the same ones."""
+    trainer = run_trainer(checkpoint, tmp_path / "run", eval_size=5, eval_samples=2, eval_also=["tiny:ToyTask"])
+    engine = HFRolloutEngine(trainer.model, trainer.setup.tokenizer, trainer.limits["rollouts"], fixed=True)
+    trainer.eval_engine, rows, reserve = engine.sharing(trainer.limits["evaluation"]), [], Decoder.reserve
+
+    def reserved(self, like, count, *sizes):
+        rows.append(self.rows)
+        reserve(self, like, count, *sizes)
+
+    with patch.object(Decoder, "reserve", reserved):
+        trainer.evaluate()
+    assert rows[0] == 0 and set(rows[1:]) <= {8, 16} and engine.decoder.rows == 0 and not engine.decoder.layers
 
 
 def test_the_eval_command_shows_them(checkpoint, tmp_path, capsys):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from firedistill import SelfDistillTrainer
+from firedistill import SelfDistillTrainer, footprint
 from firedistill.footprint import (
     SCORES,
     LiveBytes,
@@ -33,6 +33,7 @@ from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
 from firedistill.models.tokens import set_stop_and_pad_tokens
+from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.tasks.types import Example, FeedbackField
 from tiny import ToyTask, random_model, run_config
@@ -127,6 +128,74 @@ def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
     monkeypatch.setattr(type(args), "device", torch.device("cuda"))
     on_gpu = (0, 8 * 256 * per_token, 5 * 60 * per_token + 8 * scores + pass_memory(model, 5, 60))
     assert sampling_memory(args, model) == (on_gpu if fixed else on_cpu)
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[tuple[int, int]]:
+    """Sequences and tokens of the passes without gradient that are counted; they take nothing."""
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(footprint, "pass_memory", lambda model, *shape: found.append(shape) or 0.0)
+    return found
+
+
+SCORED = {"max_prompt_tokens": 60, "max_new_tokens": 40, "max_context_tokens": 200, "score_tokens_per_forward": 2000}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("device", "shares", "read"), [("cuda", False, 10), ("cpu", False, 10), ("cpu", True, 5), ("cuda", True, 10)]
+)
+def test_the_teacher_reads_as_many_sequences_as_tokens_allow(device, shares, read, batch, tmp_path, monkeypatch, passes):
+    """Those of all views: a batch of one rollout has several. With shared prefixes a CPU reads at most 1024 tokens at once."""
+    args = run_config("unused", tmp_path, **SCORED, per_device_train_batch_size=batch, share_prefixes=shares)
+    monkeypatch.setattr(type(args), "device", torch.device(device))
+    training_memory(args, add_lora(random_model()), checkpointing=False)
+    assert passes == [(read, 200)]
+
+
+def test_a_sequence_longer_than_a_pass_is_read_alone(tmp_path, passes):
+    args = run_config("unused", tmp_path, **SCORED | {"score_tokens_per_forward": 64}, share_prefixes=False, policy_kl_every=1)
+    training_memory(args, add_lora(random_model()), checkpointing=False)
+    assert passes == [(1, 200), (1, 100)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "scored"),
+    [
+        ({}, []),
+        ({"policy_kl_every": 5}, [(6, 100)]),
+        ({"policy_step_radius": 0.1}, [(6, 100)]),
+        ({"method": "scope", "per_device_train_batch_size": 1}, [(4 * 3, 100)]),
+        ({"eval_samples": 3}, [(15, 100)]),
+        ({"policy_kl_every": 5, "gradient_accumulation_steps": 100}, [(20, 100)]),
+    ],
+)
+def test_what_scores_a_whole_step_is_counted(changes, scored, tmp_path, passes):
+    """As many of its responses, or of the samples of an evaluation, as tokens allow."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **changes}
+    args = run_config("unused", tmp_path, **SCORED, **settings)
+    training_memory(args, add_lora(random_model()), checkpointing=False)
+    assert passes[1:] == scored
+
+
+def test_methods_that_prepare_keep_the_prefixes_of_the_whole_step(tmp_path, monkeypatch):
+    model, per_token = add_lora(random_model()), 2 * 2 * 2 * 8 * 4
+    settings = SCORED | {"method": "srpo", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1000}
+    args = run_config("unused", tmp_path, **settings)
+    members = 1000 * load_objective(args.method, args.method_settings).group_size
+    found = training_memory(args, model, checkpointing=False)
+    assert found == pass_memory(model, 5, 200) + members * 200 * per_token
+
+
+def test_an_evaluation_does_not_count_as_kept_on_a_gpu(tmp_path, monkeypatch):
+    model, per_token = add_lora(random_model()), 2 * 2 * 2 * 8 * 4
+    sizes = {"max_prompt_tokens": 60, "max_new_tokens": 40, "eval_batch_size": 30, "merge_adapter": False}
+    few, many = (run_config("unused", tmp_path, **sizes, per_device_train_batch_size=5, eval_size=n) for n in (0, 64))
+    monkeypatch.setattr(type(few), "device", torch.device("cuda"))
+    (_, kept, _), (_, kept_too, added) = (sampling_memory(args, model) for args in (few, many))
+    assert kept == kept_too == 8 * 256 * per_token
+    read = 30 * 60 * per_token + 32 * SCORES * 4 * 263 + pass_memory(model, 30, 60)
+    assert added == (32 - 8) * 256 * per_token + read
 
 
 # ---- Against the peak of a step ----------------------------------------------------------------------------------------------

@@ -52,12 +52,12 @@ def memory_for(model, tokens: int = 10**9, sequences: int = 10**9, error: Except
 # ---- The limit -------------------------------------------------------------------------------------------------------------
 
 
-def sizes_tried(limit: BatchLimit, fits: int, error: Exception | None = None) -> list[int]:
+def sizes_tried(limit: BatchLimit, fits: int, error: Exception | None = None, most: int = 10**9) -> list[int]:
     tried = []
-    for attempt in limit.attempts():
+    for attempt in limit.attempts(most):
         with attempt:
-            tried.append(limit.size)
-            if limit.size > fits:
+            tried.append(min(limit.size, most))
+            if tried[-1] > fits:
                 raise error or torch.OutOfMemoryError(CUDA_ERROR)
     return tried
 
@@ -83,11 +83,19 @@ def test_a_limit_is_halved_until_the_work_fits_and_stays(error, caplog):
     assert sizes_tried(limit, 1, error) == [4, 2, 1]
 
 
+def test_every_attempt_is_smaller_than_what_has_failed():
+    """A limit above what there is would repeat the same work."""
+    limit = BatchLimit(32, "rollout_batch_size", "")
+    assert sizes_tried(limit, 8, most=8) == [8] and limit.size == 32
+    assert sizes_tried(limit, 4, most=8) == [8, 4] and limit.size == 4 and limit.halved == 1
+    assert sizes_tried(limit, 3, most=8) == [4, 2] and limit.size == 2
+
+
 @pytest.mark.parametrize(("size", "smallest", "tried"), [(2, 1, [2, 1]), (256, 64, [256, 128, 64]), (100, 64, [100])])
 def test_a_limit_is_not_halved_below_the_smallest(size, smallest, tried):
     limit, found = BatchLimit(size, "tokens", "lower max_new_tokens", smallest=smallest), []
     with pytest.raises(OutOfMemory, match=r"^out of memory \(CUDA out of memory. Tried .* GiB\): lower max_new_tokens$"):
-        for attempt in limit.attempts():
+        for attempt in limit.attempts(1000):
             with attempt:
                 found.append(limit.size)
                 raise torch.OutOfMemoryError("CUDA out of memory.\n  Tried to allocate 2.00 GiB")
@@ -97,8 +105,12 @@ def test_a_limit_is_not_halved_below_the_smallest(size, smallest, tried):
 def test_a_limit_that_processes_share_is_not_adjusted():
     limit = BatchLimit(32, "tokens", "lower max_new_tokens", adjustable=False)
     assert sizes_tried(limit, 32) == [32]
-    with pytest.raises(OutOfMemory, match="lower max_new_tokens"):
-        sizes_tried(limit, 31)
+    for most, tried in ((100, 32), (8, 8)):
+        named = rf": tokens is 32: lower it below {tried}\. If that does not help: lower max_new_tokens$"
+        with pytest.raises(OutOfMemory, match=named):
+            sizes_tried(limit, 7, most=most)
+    with pytest.raises(OutOfMemory, match=r"GiB\): lower max_new_tokens$"):
+        sizes_tried(limit, 0, most=1)
     assert limit.size == 32 and limit.halved == 0
 
 
@@ -126,7 +138,7 @@ def test_the_tensors_of_a_failed_attempt_are_freed_before_the_next():
             raise torch.OutOfMemoryError(CUDA_ERROR)
         return states
 
-    for attempt in limit.attempts():
+    for attempt in limit.attempts(4):
         left.append([reference() is not None for reference in alive])
         with attempt:
             states = forward(limit.size)
@@ -190,7 +202,7 @@ def test_the_teacher_gives_up_cached_prefixes_first():
     found = teacher.full(members).hidden
     hook.remove()
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert kept == [[], [True], [False]], "a response, a failure of those that begin alike, then a batch without"
+    assert kept == [[], [True], [False], [False]], "a response, a failure of those that begin alike, then two batches without"
     assert not teacher.share_prefixes and teacher.limit.halved == 1
 
 
@@ -214,7 +226,7 @@ def test_sampling_continues_in_smaller_batches_with_the_same_responses():
     told = []
     with memory_for(model, sequences=3, error=RuntimeError(CPU_ERROR)):
         assert engine.generate(prompts, sampling, seed=3, progress=told.append) == expected
-    assert engine.limit.size == 2 and engine.limit.halved == 4 and told == [2, 4, 6, 7]
+    assert engine.limit.size == 3 and engine.limit.halved == 1 and told == [3, 6, 7], "half of 7 prompts, not of a limit of 32"
     assert model.training and dict(model.named_modules()) == modules, "merged layers are restored after every attempt"
     with memory_for(model, sequences=0), pytest.raises(OutOfMemory, match="sampling does not fit; lower rollout_batch_size"):
         engine.generate(prompts, sampling, seed=3)
@@ -244,9 +256,9 @@ def test_a_run_scores_in_smaller_batches(checkpoint, tmp_path, undisturbed, capl
     with memory_for(trainer.model, tokens=1000):
         rows = rows_of(trainer)
     assert trainer.limits["scoring"].size <= 1024 and trainer.teacher.limit is trainer.limits["scoring"]
-    halved = (8192 // trainer.limits["scoring"].size).bit_length() - 1
-    assert [row.get("out_of_memory", 0) for row in rows] == [halved, 0]
-    assert "out of memory: score_tokens_per_forward is 4096 from this point" in caplog.text
+    halved = caplog.text.count("out of memory: score_tokens_per_forward is")
+    assert [row.get("out_of_memory", 0) for row in rows] == [halved, 0] and halved
+    assert f"score_tokens_per_forward is {trainer.limits['scoring'].size} from this point" in caplog.text
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in undisturbed], rel=1e-4)
 
 
@@ -258,8 +270,8 @@ def test_a_run_samples_and_evaluates_in_smaller_batches(checkpoint, tmp_path):
             runs.append((rows_of(trainer), read_jsonl(tmp_path / name / "evals.jsonl")))
     assert {name: limit.size for name, limit in trainer.limits.items()} == {"rollouts": 2, "evaluation": 2, "scoring": 8192}
     (expected, expected_evaluations), (rows, evaluations) = runs
-    # The evaluation before the first step halves 32 to 2 in four steps, and so does the sampling of the first step.
-    assert rows[0]["out_of_memory"] == 8 and "out_of_memory" not in rows[1]
+    # The evaluation before the first step halves its 4 prompts, and so does the sampling of the first step.
+    assert rows[0]["out_of_memory"] == 2 and "out_of_memory" not in rows[1]
     assert [row["generated_tokens"] for row in rows] == [row["generated_tokens"] for row in expected]
     assert [row["accuracy"] for row in evaluations] == [row["accuracy"] for row in expected_evaluations]
 

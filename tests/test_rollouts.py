@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -792,6 +793,37 @@ def test_memory_that_is_kept_is_freed_where_it_is_short(monkeypatch):
     monkeypatch.setattr(fixed.Decoder, "advance", once_out_of_memory)
     assert engine.generate(PROMPTS, GREEDY, seed=0) == expected
     assert failed == [14, (2, 2)], "copies were dropped, and the buffers are those of two rows"
+
+
+def test_keys_and_values_are_freed_before_larger_ones_are_made(monkeypatch):
+    engine, new_zeros, alive = HFRolloutEngine(random_model(), byte_tokenizer(), fixed=True), torch.Tensor.new_zeros, []
+    engine.generate(PROMPTS[:2], GREEDY, seed=0)
+
+    def buffers():
+        return [weakref.ref(buffer) for layer in engine.decoder.layers for buffer in layer.buffers]
+
+    small = buffers()
+
+    def watched(self, *sizes):
+        alive.append([reference() is not None for reference in small])
+        return new_zeros(self, *sizes)
+
+    monkeypatch.setattr(torch.Tensor, "new_zeros", watched)
+    engine.generate(PROMPTS, GREEDY, seed=0)
+    assert alive == [[False] * 4] * 4
+    large = buffers()
+    engine.decoder.release()
+    assert len(large) == 4 and not any(reference() is not None for reference in large)
+
+
+@pytest.mark.parametrize(("prompts", "kept"), [(2, True), (3, False)])
+def test_what_makes_room_for_more_returns_it(prompts, kept):
+    engine = HFRolloutEngine(random_model(), byte_tokenizer(), fixed=True)
+    engine.generate(PROMPTS[:2], GREEDY, seed=0)
+    layers = engine.decoder.layers
+    with engine.sharing(BatchLimit(8, "eval_batch_size", "")).returning_memory():
+        engine.generate(PROMPTS[:prompts], GREEDY, seed=0)
+    assert (engine.decoder.layers is layers) == kept and engine.decoder.rows == (2 if kept else 0)
 
 
 def test_what_decoding_at_fixed_addresses_leaves_out():

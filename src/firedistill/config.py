@@ -267,7 +267,7 @@ class SelfDistillConfig(TrainingArguments):
     )
     score_tokens_per_forward: int | None = model_setting(
         None,
-        "Padded tokens per forward pass of the teacher; by default 8192 on CPUs and 32768 on GPUs.",
+        "Padded tokens per forward pass of the teacher; by default 8192 on CPUs and with fsdp_size, and 32768 on GPUs.",
         effect="rounding",
         above=0,
     )
@@ -380,8 +380,12 @@ class SelfDistillConfig(TrainingArguments):
 
     @property
     def tokens_per_forward(self) -> int:
-        """`score_tokens_per_forward`, or what suits the device: smaller batches leave a GPU waiting for the host."""
-        return self.score_tokens_per_forward or (32_768 if self.device.type == "cuda" else 8192)
+        """`score_tokens_per_forward`, or what suits the device: smaller batches leave a GPU waiting for the host.
+
+        Where the base model is spread over processes, a batch that does not fit ends the run.
+        """
+        whole = self.fsdp_size in (None, 1)
+        return self.score_tokens_per_forward or (32_768 if whole and self.device.type == "cuda" else 8192)
 
     def __post_init__(self) -> None:
         self.output_dir = self._filled(str(self.output_dir or self.default_folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
@@ -14,7 +15,7 @@ from torch import nn
 
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, BatchLimit, explained_memory
-from firedistill.models.states import unwrap
+from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives.batches import frozen_states, map_tokens
 from firedistill.objectives.distributions import entropy
 from firedistill.ops import Head
@@ -65,16 +66,17 @@ def evaluate_all(
     Raises:
         OutOfMemory: as `evaluate`.
     """
-    greedy, summary = evaluate(engine, task, encoder, examples, args, partial(progress, "evaluation"), gather)
     sampled: list[Rollout] = []
-    if args.eval_samples:
-        sampled, of_samples = evaluate_samples(
-            engine, task, encoder, examples, args, model, partial(progress, "sampled evaluation"), gather
-        )
-        summary |= of_samples
-    for name, (other, others) in also.items():
-        _, found = evaluate(engine, other, encoder, others, args, partial(progress, f"evaluation on {name}"), gather)
-        summary |= {f"also_{name}": found["accuracy"], f"also_{name}_stderr": found["stderr"]}
+    with getattr(engine, "returning_memory", nullcontext)():  # training has fewer prompts at once
+        greedy, summary = evaluate(engine, task, encoder, examples, args, partial(progress, "evaluation"), gather)
+        if args.eval_samples:
+            sampled, of_samples = evaluate_samples(
+                engine, task, encoder, examples, args, model, partial(progress, "sampled evaluation"), gather
+            )
+            summary |= of_samples
+        for name, (other, others) in also.items():
+            _, found = evaluate(engine, other, encoder, others, args, partial(progress, f"evaluation on {name}"), gather)
+            summary |= {f"also_{name}": found["accuracy"], f"also_{name}_stderr": found["stderr"]}
     return Evaluation(greedy, sampled, summary)
 
 
@@ -162,7 +164,8 @@ def evaluate_samples(
 def entropy_sums(model: nn.Module, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[float, int]:
     """Sum over the response tokens of the entropy of the student's distribution (nats, temperature 1), and their number."""
     head, total = Head.of(unwrap(model)), 0.0
-    limit = BatchLimit(max_tokens, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
+    adjustable = not is_sharded(unwrap(model))
+    limit = BatchLimit(max_tokens, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable)
     ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
     for start in range(0, len(ordered), ROLLOUTS_PER_SCORING):
         states = frozen_states(model, ordered[start : start + ROLLOUTS_PER_SCORING], limit)

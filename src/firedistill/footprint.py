@@ -26,7 +26,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.memory import held_memory
 from firedistill.models.sharding import local
 from firedistill.models.states import inference_mode, is_sharded, last_hidden_states, unwrap
-from firedistill.objectives import load_objective
+from firedistill.objectives import Objective, load_objective
 from firedistill.ops import fire_head
 from firedistill.rollouts.fixed import WINDOW, can_fix, power_of_two
 from firedistill.rollouts.hf import causal_lm_for_decoding
@@ -162,29 +162,26 @@ def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: boo
 
 
 def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, float, float]:
-    """Bytes of merged copies, of keys and values, and of reading the prompts; of rollouts `hf`, and of evaluation with them."""
+    """Bytes of merged copies, of a step's keys and values, and of reading the prompts with what evaluation adds; of rollouts `hf`."""
     if args.rollouts != "hf":
         return 0, 0, 0
     causal_lm = unwrap(model)
     asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = min(asked * load_objective(args.method, args.method_settings).group_size, args.rollout_batch_size)
-    if args.eval_size:
-        rows, asked = (
-            max(rows, min(args.eval_size, args.eval_batch_size)),
-            max(asked, min(args.eval_size, args.eval_batch_size)),
-        )
+    evaluated = min(args.eval_size, args.eval_batch_size)
+    most, read = max(rows, evaluated), max(min(rows, asked), evaluated)
     width = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
     config, head = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings()
     copies = 0
     if args.merge_adapter:
         copies = merged_bytes(model) + (head.weight.nbytes if head is not None and can_pack(head.weight) else 0)
-    read, per_token = min(rows, asked), cache_bytes_per_token(causal_lm)
-    columns, first = width + args.max_new_tokens, 0.0
+    columns, first, per_token = width + args.max_new_tokens, 0.0, cache_bytes_per_token(causal_lm)
     if args.device.type == "cuda" and (decoded := causal_lm_for_decoding(model)) is not None and can_fix(decoded):
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
-        rows, columns, first = power_of_two(rows), -(-columns // WINDOW) * WINDOW, read * width * per_token
-    scores = SCORES * 4 * rows * config.vocab_size
-    return copies, rows * columns * per_token, first + scores + pass_memory(model, read, width)
+        rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // WINDOW) * WINDOW
+        first = read * width * per_token
+    first += (most - rows) * columns * per_token + SCORES * 4 * most * config.vocab_size
+    return copies, rows * columns * per_token, first + pass_memory(model, read, width)
 
 
 def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
@@ -200,7 +197,10 @@ def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
 
 
 def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> float:
-    """Bytes at the peak of a micro-batch: the student's activations, with the teacher's pass, the head or the backward pass."""
+    """Bytes at the peak of a micro-batch: the student's activations, with the teacher's pass, the head or the backward pass.
+
+    Or of what is scored before and after them: the responses of the step, or samples of an evaluation, without activations.
+    """
     causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
     sequences = args.per_device_train_batch_size * objective.group_size
     longest = args.max_context_tokens
@@ -209,8 +209,14 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
     shares = shares and can_share_prefixes(model)
     together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
-    teacher = pass_memory(model, max(1, min(together // longest, sequences)), longest)
-    teacher += sequences * longest * per_token if shares else 0
+    teacher = pass_memory(model, max(1, together // longest), longest)  # of sequences of all views
+    kept_prefixes = sequences * longest * per_token if shares else 0
+    step, prepares = sequences * args.gradient_accumulation_steps, type(objective).prepare is not Objective.prepare
+    measured = step if prepares or args.policy_kl_every or args.policy_step_radius else 0
+    measured = max(measured, args.eval_size * args.eval_samples)
+    scored = pass_memory(model, min(measured, max(1, args.tokens_per_forward // length)), length) if measured else 0
+    if prepares and shares:
+        scored = max(scored, teacher + step * longest * per_token)
     config = causal_lm.config.get_text_config()
     logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
     gpu = args.device.type == "cuda"
@@ -232,7 +238,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     roughly = config.num_hidden_layers * (of_input if checkpointing else of_block)
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
-    return max(peak, kept + max(teacher, head))
+    return max(peak, scored, kept + max(teacher + kept_prefixes, head))
 
 
 def cache_bytes_per_token(model: PreTrainedModel) -> float:

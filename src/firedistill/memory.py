@@ -67,13 +67,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 class BatchLimit:
     """How much goes through the model at once. It is halved, for the rest of the run, whenever memory runs out.
 
-        for attempt in limit.attempts():
+        for attempt in limit.attempts(len(prompts)):
             with attempt:
                 states = forward(batches_of(limit.size))
 
     Args:
         size: prompts or tokens.
-        name: the setting it comes from, for the log.
+        name: the setting it comes from, for the log and the error.
         advice: what a user can change when the smallest size does not fit.
         smallest: the limit is not halved below this size.
         adjustable: False where all processes must make the same number of forward passes.
@@ -86,11 +86,14 @@ class BatchLimit:
         self.size, self.name, self.advice, self.smallest, self.adjustable = size, name, advice, smallest, adjustable
         self.halved = 0
 
-    def attempts(self) -> Iterator[Attempt]:
+    def attempts(self, most: int) -> Iterator[Attempt]:
         """Attempts at a piece of work until one does not run out of memory.
 
+        Args:
+            most: the size at which all of the work goes through the model at once; larger limits change nothing.
+
         Raises:
-            OutOfMemory: the smallest size does not fit.
+            OutOfMemory: the smallest size does not fit, or one that is not adjustable.
         """
         while True:
             attempt = Attempt()
@@ -101,12 +104,15 @@ class BatchLimit:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            self._halve(attempt.failure)
+            self._halve(attempt.failure, min(self.size, most))
 
-    def _halve(self, failure: str) -> None:
-        if not self.adjustable or self.size // 2 < self.smallest:
+    def _halve(self, failure: str, tried: int) -> None:
+        if tried // 2 < self.smallest:
             raise OutOfMemory(f"out of memory ({failure}): {self.advice}")
-        self.size //= 2
+        if not self.adjustable:
+            first = f"{self.name} is {self.size}: lower it below {tried}"
+            raise OutOfMemory(f"out of memory ({failure}): {first}. If that does not help: {self.advice}")
+        self.size = tried // 2
         self.halved += 1
         logger.warning("out of memory: %s is %d from this point", self.name, self.size)
 

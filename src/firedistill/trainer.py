@@ -205,7 +205,11 @@ class SelfDistillTrainer(ResumableTrainer):
         }
         # Its own, so that a measurement that is short of memory does not change how the run is computed.
         self.policy_limit = BatchLimit(
-            args.tokens_per_forward, "the measured policy's batch", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable
+            args.tokens_per_forward,
+            "score_tokens_per_forward of the measured policy",
+            SHORTER_CONTEXTS,
+            smallest=64,
+            adjustable=adjustable,
         )
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
         self.teacher = self.setup.teacher(self.limits["scoring"])

@@ -132,14 +132,14 @@ class TiledAttention(torch.autograd.Function):
 
 
 class Tile(NamedTuple):
-    """Some queries of some sequences, and the keys up to the last one that any of them sees.
+    """Some queries of some sequences, and the keys that they read: at least all that any of them sees.
 
     Heads that share keys and values are further rows of one matrix; there is a matrix per sequence and group.
 
     Attributes:
         sequences, queries: indices of both.
-        open: the first so many keys are visible to all of the queries.
-        width: the others, from this one on, to none.
+        open: how many keys, from the first on, every query sees.
+        width: how many keys, from the first on, are read.
     """
 
     sequences: slice
@@ -176,14 +176,18 @@ class Tile(NamedTuple):
 
 
 def tiles(query: Tensor, key: Tensor, mask: Tensor | None) -> Iterator[Tile]:
-    """Tiles that cover all queries, of at most `SCORES` scores or of `ROWS` queries of one sequence."""
+    """Tiles that cover all queries, of at most `SCORES` scores or of `ROWS` queries of one sequence.
+
+    Their widths are multiples of `ROWS`, or all keys: oneDNN keeps about 0.6 MiB of code for each shape of a product in bfloat16.
+    """
     count, heads, length, _ = query.shape
     together = max(1, SCORES // (heads * min(length, ROWS) * key.shape[2]))
     spans = []
     for start in range(0, length, ROWS):
         queries = slice(start, min(start + ROWS, length))
         past = key.shape[2] - length
-        spans.append((queries, *((past + start + 1, past + queries.stop) if mask is None else visible(mask[:, 0, queries]))))
+        opened, width = (past + start + 1, past + queries.stop) if mask is None else visible(mask[:, 0, queries])
+        spans.append((queries, opened, min(-(-width // ROWS) * ROWS, key.shape[2])))
     for start in range(0, count, together):
         yield from (Tile(slice(start, start + together), *span) for span in spans)
 

@@ -157,8 +157,9 @@ def frozen_states(model: nn.Module, rollouts: Sequence[Rollout], limit: BatchLim
         OutOfMemory: a single response does not fit.
     """
     prompts, responses = [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts]
+    longest = max((len(r.prompt_ids) + len(r.response_ids) for r in rollouts), default=0)
     with inference_mode(model):
-        for attempt in limit.attempts():
+        for attempt in limit.attempts(longest * len(rollouts)):
             with attempt:
                 states = score_responses(model, prompts, responses, max_tokens=limit.size)
     return states

@@ -126,7 +126,6 @@ class Decoder:
         for states in like:
             keys, values = (x.new_zeros(rows, x.shape[1], columns, x.shape[3]) for x in states)
             self.layers.append(FixedLayer(keys, values, self.tensors["column"]))
-        self.cache = Cache(layers=[*self.layers])
 
     def choose_kind(self, sampling: Sampling) -> None:
         """Let `advance` use the graphs of these parameters and of the present weights."""
@@ -148,7 +147,7 @@ class Decoder:
             input_ids=at["tokens"][:rows, None].clamp(min=0),
             attention_mask=mask,
             position_ids=at["column"] - at["padding"][:rows],
-            past_key_values=self.cache,
+            past_key_values=Cache(layers=[*self.layers]),
             use_cache=True,
             logits_to_keep=1,
         )

@@ -72,6 +72,14 @@ class HFRolloutEngine:
         other.limit = limit
         return other
 
+    @contextmanager
+    def returning_memory(self) -> Iterator[None]:
+        """Free keys and values at the end if calls inside the block have made room for more of them."""
+        before = self.decoder and (self.decoder.rows, self.decoder.columns)
+        yield
+        if self.decoder is not None and (self.decoder.rows, self.decoder.columns) != before:
+            self.decoder.release()
+
     def generate(
         self,
         prompts: Sequence[list[int]],
@@ -86,7 +94,7 @@ class HFRolloutEngine:
             OutOfMemory: a single prompt does not fit.
         """
         limits = limits if limits is not None else [sampling.max_new_tokens] * len(prompts)
-        for attempt in self.limit.attempts():
+        for attempt in self.limit.attempts(sum(limit > 0 for limit in limits)):
             with attempt, self._released_on_failure():
                 sampled = self._sample(prompts, sampling, seed, progress, limits)
         return [self._response(ids) for ids in sampled]

@@ -148,7 +148,9 @@ class Teacher:
         if not (rollouts and views):
             return [ResponseStates(self._no_states(), []) for _ in views]
         with self.metrics.timed("seconds_score", self.device):
-            for attempt in self.limit.attempts():
+            of_each = zip(rollouts, lengths, strict=True)
+            longest = max(len(self.prompt_ids(rollout, view)) + length for rollout, length in of_each for view in views)
+            for attempt in self.limit.attempts(longest * len(rollouts) * len(views)):
                 with attempt, self.weights.applied():
                     if self.share_prefixes:
                         try:
