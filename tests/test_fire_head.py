@@ -657,6 +657,136 @@ def test_other_numbers_compile_nothing_again(on_cpu):
     assert len(compiled) == 3  # correct responses, full teacher, attribution
 
 
+def counting(seen):
+    """A backend that keeps the graphs and runs them as they are."""
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph.forward
+
+    return backend
+
+
+def test_numbers_of_fields_share_what_is_compiled(on_cpu):
+    """And every number of fields gives what it gives without compiling."""
+    graphs, sizes = [], []
+    on_cpu(counting(graphs))
+    for fields in (5, 6, 7, 8, 3, 4, 2, 1):
+        case = make_case(30, fields=fields, gap=2.0, seed=fields)
+        before = len(graphs)
+        output, _ = case.fused()
+        assert output.alpha.shape == (fields + 1, 30) and output.field_energy.shape == (fields, 30)
+        sizes += [fields] * (len(graphs) - before)
+        assert_equals_twin(case, TOLERANCE[torch.float32])
+    assert sizes == [5, 5, 5, 3, 2, 1]  # correct responses, full teacher, attribution with 8 views; 4, 2 and 1 views
+    assert {"cpu"} == fire_head.COMPILED_DEVICES
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("floor", [None, -6.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_view_equal_to_the_full_one_changes_no_bit(dtype, floor, backend, on_cpu):
+    """None: without compiling."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("without a C++ compiler")
+    draw = torch.Generator().manual_seed(0)
+    head = fire_head.Head.of_weight(torch.zeros(301, 4, dtype=dtype))
+    products = torch.randn(9, 301, generator=draw).mul(2).to(dtype)
+    full = products + torch.randn(9, 301, generator=draw).to(dtype)
+    views = full + torch.randn(3, 9, 301, generator=draw).mul(0.5).to(dtype)
+    chi, weights = torch.rand(9, generator=draw), torch.rand(9, generator=draw)
+    rule = fire_head.Rule(head, head, floor, True, True, True, torch.tensor(20.0))
+
+    def found(*, more):
+        inputs = tuple(x.clone() for x in (products, full, torch.cat([views, full.expand(more, 9, 301)]), chi, weights))
+        with torch.no_grad():
+            if backend is None:
+                return fire_head.attributed_rows(rule, *inputs)
+            return fire_head.compiled(fire_head.attributed_rows, backend)(rule, *fire_head.with_any_rows(inputs, 100))
+
+    few, many = found(more=0), found(more=5)
+    assert (many.statistics["field_energy"][3:] == 0).all() and (many.statistics["alpha"][4:] == 0).all()
+    if backend == "inductor":  # another number of views, other kernels
+        assert torch.allclose(few.gradient.float(), many.gradient.float(), rtol=1e-2, atol=1e-6)
+        return
+    assert torch.equal(few.gradient, many.gradient)
+    for name, value in few.statistics.items():
+        assert torch.equal(value, many.statistics[name][: len(value)]), name
+
+
+def test_a_single_row_is_not_compiled(on_cpu):
+    graphs = []
+    on_cpu(counting(graphs))
+    case = make_case(1, gap=3.0, correct="none", step_scale=30.0)
+    for two_passes in (False, True):
+        output, _ = case.fused(two_passes=two_passes)
+        assert output.chi > 0
+    make_case(1, correct="all").fused()
+    assert not graphs
+    assert_equals_twin(case, TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("usual", [None, 2, 31, 883])
+def test_kernels_are_made_for_the_usual_number_of_rows(usual, on_cpu, monkeypatch):
+    """Whatever number comes first; 12 and 500 rows share a graph. None: a version of PyTorch that cannot be told the usual number."""
+    if usual is None:
+        monkeypatch.setattr(fire_head, "hints_are_known", lambda: False)
+    elif not fire_head.hints_are_known():
+        pytest.skip("this version of PyTorch takes no hint")
+    monkeypatch.setattr(fire_head, "CHUNK_ELEMENTS_GPU", (usual or 883) * 31)
+    monkeypatch.setattr(fire_head.FirstPass, "blocks", lambda self, rows: [slice(0, len(rows))])
+    hints = []
+
+    def backend(graph, inputs):
+        values = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        (mode,) = {value.fake_mode for value in values if isinstance(value, torch.Tensor)}
+        hints.append(set(mode.shape_env.var_to_hint_override.values()))
+        return graph.forward
+
+    on_cpu(backend)
+    few, many = (make_case(tokens, gap=2.0, correct="none", step_scale=3.0, seed=tokens) for tokens in (12, 500))
+    for case in (few, many, few):
+        assert_equals_twin(case, TOLERANCE[torch.float32])
+    assert {"cpu"} == fire_head.COMPILED_DEVICES
+    assert hints == [set() if usual is None else {usual}] * 2  # full teacher, attribution
+
+
+def test_under_a_dispatch_mode_nothing_is_compiled(on_cpu):
+    graphs = []
+    on_cpu(counting(graphs))
+    case = make_case(30, gap=2.0, step_scale=3.0)
+    with LargestTensor():
+        counted, (gradient,) = case.fused()
+    assert not graphs and {"cpu"} == fire_head.COMPILED_DEVICES
+    output, (expected,) = case.fused()
+    assert len(graphs) == 3
+    assert torch.allclose(counted.token_loss, output.token_loss, rtol=1e-5) and torch.allclose(gradient, expected, rtol=1e-4)
+
+
+def test_a_compiler_that_fails_in_the_middle_leaves_blocks_small(monkeypatch):
+    """Of the rows whose turn comes after the failure as well."""
+    largest, calls = [], []
+    rows = fire_head.full_teacher_rows
+
+    def seen(rule, products, *more):
+        largest.append(len(products))
+        return rows(rule, products, *more)
+
+    def failing(function, backend):
+        calls.append(function)
+        if len(calls) == 2:
+            raise RuntimeError("no compiler here")
+        return function
+
+    monkeypatch.setattr(fire_head, "COMPILED_DEVICES", {"cpu"})
+    monkeypatch.setattr(fire_head, "compiled", failing)
+    monkeypatch.setattr(fire_head, "full_teacher_rows", seen)
+    monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", 3 * 31)
+    monkeypatch.setattr(fire_head, "CHUNK_ELEMENTS_GPU", 10 * 31)
+    assert_equals_twin(make_case(40, gap=0.02, correct="none"), TOLERANCE[torch.float32], chunk_size=1000)
+    assert largest == [10, *[3, 3, 3, 1] * 3] and not fire_head.COMPILED_DEVICES
+
+
 def test_a_compiler_that_fails_leaves_the_numbers_as_they_are(on_cpu, monkeypatch, caplog):
     def backend(graph, inputs):
         raise RuntimeError("no compiler here")

@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +34,8 @@ from firedistill.ops.head import Head, float32_sums, with_gradients
 logger = logging.getLogger(__name__)
 
 # Tokens projected at once, in the head's dtype: as many as have this number of logits, but not fewer than CHUNK_TOKENS, because every
-# projection reads the whole head. At most three such buffers exist (student, full teacher, other views).
+# projection reads the whole head. At most three such buffers exist (student, full teacher, other views), four where the views are
+# copied (`attribute_tokens`).
 CHUNK_ELEMENTS = 2**23
 CHUNK_ELEMENTS_GPU = 2**27
 CHUNK_TOKENS = 220
@@ -314,15 +316,21 @@ class FirstPass:
         """Attribution, then projection, at the K positions `over` (eqs. fire_attribution_weights to fire_final_target).
 
         `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`; `loo_hidden` is
-        `[B, K, H]`. The views are projected for `chunk_size / B` tokens at a time.
+        `[B, K, H]`. The views are projected for `chunk_size / B` tokens at a time. Functions are compiled for 1, 2, 4, ... views only:
+        the full one follows the others until there are as many. Its residual and energy are 0, so that it changes nothing.
         """
-        fields, group_size = len(loo_hidden), max(1, self.chunk_size // max(1, len(loo_hidden)))
+        fields = len(loo_hidden)
+        more = 2 ** max(0, fields - 1).bit_length() - fields if is_compiled(products.device, self.dtype) else 0
+        group_size = max(1, self.chunk_size // max(1, fields + more))
         for start in range(0, len(over), group_size):
             group, states = over[start : start + group_size], loo_hidden[:, start : start + group_size]
             views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
             for block in self.blocks(group):
                 rows, here = group[block], tokens[group[block]]
-                inputs = full[rows], views[:, block], self.statistics["chi"][here], self.token_weights[here]
+                of_full, every = full[rows], views[:, block]
+                if more:
+                    every = torch.cat([every, of_full.expand(more, *of_full.shape)])
+                inputs = of_full, every, self.statistics["chi"][here], self.token_weights[here]
                 self.finish(attributed_rows, here, products, rows, *inputs)
 
     def finish(
@@ -347,7 +355,7 @@ class FirstPass:
 
     def record(self, tokens: Tensor, statistics: dict[str, Tensor]) -> None:
         for name, value in statistics.items():
-            self.statistics[name][..., tokens] = value
+            self.statistics[name][..., tokens] = value[: len(self.statistics[name])]  # without the views that were added
 
     # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 
@@ -369,29 +377,33 @@ class FirstPass:
                     accumulated += gradient
 
     def blocks(self, rows: Tensor) -> list[Tensor | slice]:
-        """Positions of a few rows at a time; of as many as a chunk has by default where the functions on them are compiled."""
+        """Positions of a few rows at a time; of more where the functions on them are compiled."""
         if is_compiled(rows.device, self.dtype):
-            size = max(1, CHUNK_ELEMENTS_GPU // self.head.vocabulary_size)
+            size = self.compiled_size
             return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         return [*torch.arange(len(rows), device=rows.device).split(self.block_size)]
 
     def on_rows(self, function: Callable[..., Found], *inputs: Tensor) -> Found:
-        """The function of `rule` and of these tensors, compiled or in blocks."""
-        if not is_compiled(self.hidden.device, self.dtype):
-            return function(self.rule, *inputs)
-        # A number would be compiled into the function. The device fills the tensor, so that the host does not wait for a copy.
-        rule = self.rule._replace(step_scale=torch.full((), self.step_scale, dtype=self.dtype, device=self.hidden.device))
-        try:
-            with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
-                return compiled(function, COMPILER)(rule, *with_any_rows(inputs))
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            logger.warning("the head runs without torch.compile: %s", cause)
-            COMPILED_DEVICES.discard(self.hidden.device.type)
+        """The function of `rule` and of these tensors, compiled or in blocks. A single row would be compiled on its own."""
+        if len(inputs[0]) > 1 and is_compiled(self.hidden.device, self.dtype):
+            # A number would be compiled into the function. The device fills the tensor, so that the host does not wait for a copy.
+            rule = self.rule._replace(step_scale=torch.full((), self.step_scale, dtype=self.dtype, device=self.hidden.device))
+            try:
+                with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
+                    return compiled(function, COMPILER)(rule, *with_any_rows(inputs, self.compiled_size))
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                cause = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                logger.warning("the head runs without torch.compile: %s", cause)
+                COMPILED_DEVICES.discard(self.hidden.device.type)
         parts = [tensor.split(self.block_size, dim_of_rows(tensor)) for tensor in inputs]
         return Found.concatenate([function(self.rule, *part) for part in zip(*parts, strict=True)])
+
+    @property
+    def compiled_size(self) -> int:
+        """Rows that a compiled function takes at once, as many as a chunk has by default; a single one would be a case of its own."""
+        return max(2, CHUNK_ELEMENTS_GPU // self.head.vocabulary_size)
 
     def allocate_attribution(self, fields: int) -> None:
         """All weight on the full teacher until the views are read."""
@@ -452,6 +464,8 @@ class Found(NamedTuple):
 
     @staticmethod
     def concatenate(found: Sequence[Found]) -> Found:
+        if len(found) == 1:
+            return found[0]
         statistics = {name: torch.cat([part.statistics[name] for part in found], -1) for name in found[0].statistics}
         gradients = [part.gradient for part in found if part.gradient is not None]
         return Found(statistics, torch.cat(gradients) if gradients else None, torch.cat([part.not_done for part in found]))
@@ -520,9 +534,11 @@ def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, c
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether functions on rows are compiled. Compiled reductions depend on the number of rows that comes first, which is not the same
-    in a resumed run, so that deterministic runs do without."""
-    return device.type in COMPILED_DEVICES and dtype == torch.float32 and not torch.are_deterministic_algorithms_enabled()
+    """Whether functions on rows are compiled. Compiled reductions may depend on the number of rows that comes first, which is not the
+    same in a resumed run, so that deterministic runs do without. Under a dispatch mode, as of `FlopCounterMode`, nothing compiles."""
+    if torch.are_deterministic_algorithms_enabled() or torch._C._len_torch_dispatch_stack():
+        return False
+    return device.type in COMPILED_DEVICES and dtype == torch.float32
 
 
 @cache
@@ -530,14 +546,24 @@ def compiled(function: Callable[..., Found], backend: str) -> Callable[..., Foun
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-def with_any_rows(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Let a compiled function take these tensors with any number of rows. It is compiled again for another vocabulary or number of
-    fields: sums over a size that is known are faster."""
+def with_any_rows(tensors: tuple[Tensor, ...], usual: int) -> tuple[Tensor, ...]:
+    """Let a compiled function take these tensors with any number of rows, by kernels for the `usual` one: without that, they depend on
+    the number that came first, also in an earlier process, whose kernels are kept on the disk. It is compiled again for another
+    vocabulary or number of views: sums over a size that is known are faster."""
+    tensors = tuple(tensor.data for tensor in tensors)  # otherwise also for a slice of another tensor
     for tensor in tensors:
         rows = dim_of_rows(tensor)
-        torch._dynamo.maybe_mark_dynamic(tensor, rows)
+        if hints_are_known():
+            torch._dynamo.mark_dynamic(tensor, rows, hint_override=usual)
+        else:
+            torch._dynamo.maybe_mark_dynamic(tensor, rows)
         torch._dynamo.mark_static(tensor, [dim for dim in range(tensor.dim()) if dim != rows])
     return tensors
+
+
+@cache
+def hints_are_known() -> bool:
+    return "hint_override" in signature(torch._dynamo.mark_dynamic).parameters
 
 
 def dim_of_rows(tensor: Tensor) -> int:
