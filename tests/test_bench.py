@@ -11,14 +11,17 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import stub_parts
+from firedistill import ops
 from firedistill.benchmarks import (
     BENCHMARKS,
     attention,
@@ -44,6 +47,7 @@ from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
+from firedistill.config import SelfDistillConfig
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollouts.hf import MERGING_PAYS_AFTER
 
@@ -394,6 +398,46 @@ def test_the_head_is_right_in_both_types(gpu_records):
     assert all(row["details"]["within"] for row in rows)
 
 
+def test_the_head_is_measured_as_in_training(monkeypatch, tmp_path):
+    """With the default floor, once more without compiling, and the record says whether it was compiled."""
+    assert SelfDistillConfig(output_dir="x", use_cpu=True).log_prob_floor == kernels.FLOOR
+    seen, first_pass = Counter(), fire_head.first_pass
+
+    def noted(*arguments, **settings):
+        seen[settings["log_prob_floor"], *ops.fire_head.COMPILED_DEVICES] += 1
+        return first_pass(*arguments, **settings)
+
+    monkeypatch.setattr(ops.fire_head, "COMPILED_DEVICES", {"cpu"})
+    monkeypatch.setattr(ops.fire_head, "COMPILER", "eager")
+    monkeypatch.setattr(kernels, "first_pass", noted)
+    rows = [row for row in record_of("head", tmp_path)["rows"] if row["case"]["over"] == 0.5]
+    assert set(seen) == {(kernels.FLOOR, "cpu"), (kernels.FLOOR,)} and len(set(seen.values())) == 1
+    told = {row["variant"]: row["details"].get("head_compiled") for row in rows}
+    assert told.pop(kernels.NOT_COMPILED) is told.pop(kernels.PRODUCTS_ALONE) is None
+    assert len(told) == 2 + len(TINY_GPU.chunks) and set(told.values()) == {True}
+
+
+def test_a_head_that_is_not_compiled_is_named(monkeypatch, tmp_path, gpu_records):
+    def backend(graph, inputs):
+        raise RuntimeError("no compiler here")
+
+    for name in ("head", "head-check", "step-1.5b"):
+        facts = [row["details"] for row in gpu_records[name]["rows"] if row.get("details")]
+        assert False in [fact.get("head_compiled") for fact in facts]
+        assert "not compiled (" not in page([gpu_records[name]])  # on a CPU, it never is
+        assert ": the head is not compiled (" in page([gpu_records[name] | {"device": "cuda"}])
+    whole = [row["details"] for row in gpu_records["step-1.5b"]["rows"] if row["variant"] == "whole step"]
+    assert all(fact["first_step_seconds"] > 0 for fact in whole)
+    torch._dynamo.reset()
+    ops.fire_head.compiled.cache_clear()
+    monkeypatch.setattr(ops.fire_head, "COMPILED_DEVICES", {"cpu"})
+    monkeypatch.setattr(ops.fire_head, "COMPILER", backend)
+    rows = record_of("head-check", tmp_path)["rows"]
+    assert {row["details"].get("head_compiled") for row in rows} == {False, None} and all(
+        row["details"]["within"] for row in rows
+    )
+
+
 def test_a_wrong_head_is_found(monkeypatch, tmp_path):
     right = kernels.fused
     monkeypatch.setattr(kernels, "fused", lambda *arguments: tuple(1.1 * value for value in right(*arguments)))
@@ -545,17 +589,24 @@ def test_the_wall_time_excludes_the_look_for_child_processes(monkeypatch):
     assert row["seconds"]["median"] < 0.05
 
 
-def test_the_workspace_of_products_is_set_before_the_first_one(monkeypatch, tmp_path):
+def test_runs_with_the_same_seed_share_nothing(monkeypatch, tmp_path):
+    """Neither a process nor what was compiled; the workspace of products is left to the option `deterministic`."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    found = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = [inspection.apart(os.getenv, "TORCHINDUCTOR_CACHE_DIR"), inspection.apart(os.getpid)]
+    assert found[0] != str(tmp_path) == os.environ["TORCHINDUCTOR_CACHE_DIR"] and found[1] != os.getpid()
+    runs = []
 
-    def first_product(setting, settings):
-        found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-        return {"factor": torch.zeros(1)}, [0.0]
+    def first_product(function, setting, settings):
+        runs.append((function, settings, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return {"factor": np.full(1, len(runs))}, [0.0]
 
-    monkeypatch.setattr(inspection, "lab_run", first_product)
-    assert len(list(inspection.same_seed(Setting("cpu", True, tmp_path)))) == 2
-    assert found == [":4096:8"] * 4
+    monkeypatch.setattr(inspection, "apart", first_product)
+    rows = list(inspection.same_seed(Setting("cpu", True, tmp_path)))
+    assert runs == [
+        (inspection.lab_run, settings, None) for settings in ({}, {}, {"deterministic": True}, {"deterministic": True})
+    ]
+    assert [(row["details"]["equal"], row["details"]["largest_difference"]) for row in rows] == [(False, 1.0)] * 2
 
 
 def test_the_profile_is_of_merged_decoding():

@@ -48,11 +48,24 @@ def test_rounding_in_bfloat16_is_at_most_that_of_two_roundings():
     norm, states = model.model.norm, torch.randn(64, 32).bfloat16()
     with torch.no_grad():
         norm.weight.uniform_(0.5, 2.0)
-    fused = fused_norm(norm)
+    fused = fused_norm(norm, torch.bfloat16)
     exact = torch.nn.functional.rms_norm(states.double(), (32,), norm.weight.double(), norm.variance_epsilon)
     error, usual = ((found.double() - exact).norm() for found in (fused(states), norm(states)))
     assert fused.weight is norm.weight and fused(states).dtype == torch.bfloat16
     assert error <= usual
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("states", [torch.bfloat16, torch.float32])
+def test_fused_norms_keep_the_type_of_the_states(states, weights):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES), dtype=states)
+    model.model.norm.to(weights)
+    values = torch.randn(3, 32).to(states)
+    expected = model.model.norm(values)
+    assert fuse_norms(model) == (5 if states == weights else 4)
+    assert model.model.norm(values).dtype == expected.dtype
+    assert torch.allclose(model.model.norm(values), expected, rtol=2**-7)
 
 
 class OtherRMSNorm(nn.Module):

@@ -26,7 +26,7 @@ PARTS = (
     Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 130),
     Part("head", "Head and loss, forward and backward, by chunk size", 35),
     Part("waits", "Waits for the device in a FIRE step", 30),
-    Part("same-seed", "The embedded model trained twice with the same seed", 45, alone=True),
+    Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True),
     Part("student", "The student's forward and backward pass", 25),
     Part("scoring", "The teacher's forward passes", 40),
     Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from firedistill.benchmarks import fire_head, harness
 from firedistill.benchmarks.gpu.sizes import Setting, Work
 from firedistill.benchmarks.gpu.timing import Variant, repeated, row_of, timed
+from firedistill.config import SelfDistillConfig
 from firedistill.ops import fire_head_loss
+from firedistill.ops.fire_head import first_pass, is_compiled
 from firedistill.ops.head import float32_sums
 
 # ---- Ceilings ----------------------------------------------------------------------------------------------------------------
@@ -72,6 +75,8 @@ def captured(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 # ---- The head ----------------------------------------------------------------------------------------------------------------
 
+FLOOR = cast(float, SelfDistillConfig.log_prob_floor)  # of training, by default
+
 # Largest ||found - reference|| / ||reference|| of a correct implementation. In bfloat16 the logits are rounded.
 TOLERATED_ERROR = {"float32": 1e-4, "bfloat16": 3e-2}
 
@@ -95,8 +100,9 @@ def head_check(setting: Setting) -> Iterator[harness.Row]:
         }
         for name, function in variants.items():
             errors = [relative_error(a, b) for a, b in zip(function(), expected, strict=True)]
-            facts = {"loss_error": errors[0], "gradient_error": errors[1], "tolerated": TOLERATED_ERROR[dtype]}
+            facts: dict[str, Any] = {"loss_error": errors[0], "gradient_error": errors[1], "tolerated": TOLERATED_ERROR[dtype]}
             facts["within"] = all(error <= TOLERATED_ERROR[dtype] for error in errors)  # False for NaN
+            facts |= head_compiled(setting) if name.startswith("fire_head_loss") else {}
             yield row_of({"type": dtype, **case}, name, details=facts)
 
 
@@ -115,6 +121,7 @@ def fused(
         loo_hidden=views[1:],
         step_scale=problem.step_scale,
         chunk_size=chunk,
+        log_prob_floor=FLOOR,
     )
     output.loss.backward()
     assert student.grad is not None
@@ -132,6 +139,7 @@ def literal(
     with torch.no_grad():
         states = problem.views[:, ~correct].to(dtype)
         views = (states.flatten(0, 1) @ weight.T).unflatten(0, states.shape[:2]).to(at_least)
+        views = F.log_softmax(views, -1).clamp(min=FLOOR)
     log_p = F.log_softmax(z, -1)
     p = log_p.detach().exp()
     with torch.no_grad():
@@ -159,8 +167,11 @@ def head_work(tokens: int, vocabulary: int, width: int, fields: int, over: float
     ]
 
 
+NOT_COMPILED, PRODUCTS_ALONE = "as in training, not compiled", "matrix products alone"
+
+
 def head(setting: Setting) -> Iterator[harness.Row]:
-    """`fire_head_loss` and its two passes as in training, at several chunk sizes."""
+    """`fire_head_loss` and its two passes as in training, the same without `torch.compile`, and at several chunk sizes."""
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     for over in sizes.over:
         case = {"tokens": sizes.head_tokens, "vocabulary": shape.vocabulary, "fields": len(sizes.fields), "over": over}
@@ -168,24 +179,50 @@ def head(setting: Setting) -> Iterator[harness.Row]:
         work = head_work(sizes.head_tokens, shape.vocabulary, shape.hidden, len(sizes.fields), problem.tokens_over_radius)
         facts = {"tokens_over_radius": problem.tokens_over_radius}
         of_training = {
-            "as in training": Variant(partial(fire_head.run_two_passes, problem), work, facts, memory=True),
+            "as in training": Variant(partial(two_passes, problem), work, facts, memory=True),
+            NOT_COMPILED: Variant(partial(without_compiling, partial(two_passes, problem)), work, facts, memory=True),
             "full context": Variant(
-                partial(fire_head.run_full_context, problem),
+                partial(in_one_pass, problem, attribution=False, projection=False, log_prob_floor=FLOOR),
                 head_work(sizes.head_tokens, shape.vocabulary, shape.hidden, 0, 0),
                 memory=True,
             ),
-            "matrix products alone": Variant(partial(fire_head.run_products, problem), work[:1]),
+            PRODUCTS_ALONE: Variant(partial(fire_head.run_products, problem), work[:1]),
         }
         by_chunk = {
-            f"fire_head_loss, 2^{size.bit_length() - 1} logits": Variant(partial(in_chunks, problem, size), work, memory=True)
+            f"fire_head_loss, 2^{size.bit_length() - 1} logits": Variant(
+                partial(in_chunks, problem, size, log_prob_floor=FLOOR), work, memory=True
+            )
             for size in sizes.chunks
         }
-        yield from timed(case, {**of_training, **by_chunk}, sizes.repeats)
+        for row in timed(case, {**of_training, **by_chunk}, sizes.repeats):
+            if row["variant"] not in (NOT_COMPILED, PRODUCTS_ALONE):
+                row["details"] |= head_compiled(setting)
+            yield row
 
 
-def in_chunks(problem: fire_head.Setting, elements: int) -> Tensor:
+def two_passes(problem: fire_head.Setting) -> Tensor:
+    """As `fire_head.run_two_passes`, with the floor of training."""
+    first = problem.fire(first_pass, log_prob_floor=FLOOR)
+    return problem.backward(first.attribute(problem.views[1:, first.over]).loss)
+
+
+def in_one_pass(problem: fire_head.Setting, **settings: Any) -> Tensor:
+    return problem.backward(problem.fire(**settings).loss)
+
+
+def in_chunks(problem: fire_head.Setting, elements: int, **settings: Any) -> Tensor:
     size = max(1, elements // problem.head.vocabulary_size)
-    return problem.backward(problem.fire(loo_hidden=problem.views[1:], chunk_size=size).loss)
+    return in_one_pass(problem, loo_hidden=problem.views[1:], chunk_size=size, **settings)
+
+
+def without_compiling(function: Callable[[], Any]) -> Any:
+    with patch("firedistill.ops.fire_head.COMPILED_DEVICES", set()):
+        return function()
+
+
+def head_compiled(setting: Setting) -> dict[str, bool]:
+    """Whether the head is still compiled: it is not after a failure of the compiler."""
+    return {"head_compiled": is_compiled(torch.device(setting.device), torch.float32)}
 
 
 # ---- The rows of the head: distributions, loss and logit gradient --------------------------------------------------------------
@@ -280,4 +317,5 @@ def rows_alone(setting: Setting) -> Iterator[harness.Row]:
             name: max(0.0, seconds - products["seconds"]["median"]) for name, seconds in whole["seconds"].items()
         }
         whole |= {"variant": "rows of fire_head_loss, by difference", "work": work}
+        whole["details"] |= head_compiled(setting)
         yield from measured.values()

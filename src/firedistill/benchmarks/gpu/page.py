@@ -84,7 +84,7 @@ def times_floor(row: Row, rates: tuple[float, float] | None) -> float | None:
 
 
 def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
-    """Parts without a result, wrong numbers and failed tests."""
+    """Parts without a result, wrong numbers, a head that was measured without `torch.compile`, and failed tests."""
     found = []
     for record in records:
         if record["state"] != parts.DONE:
@@ -95,6 +95,8 @@ def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
                 found.append(f"{record['part']}: {row['variant']} is wrong ({case_text(row)})")
             if facts.get("equal") is False:
                 found.append(f"{record['part']}: {row['variant']}: not equal to the bit ({case_text(row)})")
+            if facts.get("head_compiled") is False and record.get("device") == "cuda":
+                found.append(f"{record['part']}: {row['variant']}: the head is not compiled ({case_text(row)})")
             if "error" in facts:
                 found.append(f"{record['part']}: {row['variant']}: {facts['error']} ({case_text(row)})")
             if facts.get("failed") or facts.get("errors"):

@@ -22,6 +22,7 @@ from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.benchmarks.parts import Skipped
 from firedistill.models.states import score_responses
+from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
 
@@ -240,6 +241,10 @@ def steps_of(
             torch.backends.cuda.enable_cudnn_sdp(True)  # the next trainer switches it off
         trainer.train(preflight=False)
         rows = trainer.rows[sizes.warm_up_steps :]
+        compiling = {
+            "first_step_seconds": trainer.rows[0]["train_seconds"],  # with the compiler's
+            "head_compiled": is_compiled(torch.device(setting.device), torch.float32),
+        }
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
@@ -259,7 +264,7 @@ def steps_of(
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
     case = {"method": method} | ({} if over is None else {"over": over}) | ({"attention": "cuDNN"} if cudnn_attention else {})
-    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing, **reserved}
+    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing, **reserved, **compiling}
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
