@@ -580,6 +580,8 @@ class WarmStartConfig(SelfDistillConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.feedback_share <= 1:
             raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
+        if self.method != "supervised":
+            raise ValueError(f"method is {self.method!r}; a warm start is supervised fine-tuning: use firedistill train")
         super().__post_init__()
 
 

@@ -231,8 +231,8 @@ def near_misses(task: Task, example: Example) -> list[str]:
         return [example.solution or "I do not know.", ""]
     line = (example.solution or "").rpartition("\n")[2] or gold
     stated = line if task.final_marker and line.startswith(task.final_marker) else f"{task.final_marker} {gold}".strip()
-    other = another(example)
-    emphasised, wrong = stated.replace(gold, f"**{gold}**"), stated.replace(gold, other)
+    other, (before, found, after) = another(example), stated.rpartition(gold)
+    emphasised, wrong = (f"{before}{text}{after}" if found else stated for text in (f"**{gold}**", other))
     responses = [stated, f"The answer is {gold}.", emphasised, f"{stated} or {other}", wrong, ""]
     return list(dict.fromkeys(responses))
 

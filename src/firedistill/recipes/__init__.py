@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.coerce import coerce, is_secret, read_yaml
-from firedistill.config import UNUSED, SelfDistillConfig, without_effect
+from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig, without_effect
 from firedistill.objectives import objective_class
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened
@@ -30,13 +30,15 @@ class OptionError(ValueError):
 def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str, Any]) -> Config:
     """The settings of a recipe (a path, the name of a built-in one, or None), updated by `overrides`.
 
-    An override named `method_settings.NAME` sets a single entry of that mapping.
+    An override named `method_settings.NAME` sets a single entry of that mapping. A warm start leaves the method of a recipe out.
 
     Raises:
         OptionError: an unreadable recipe, an unknown option, or an invalid value.
     """
     settings = read_recipe(recipe) if recipe else {}
-    method = overrides.get("method", settings.get("method") or SelfDistillConfig.method)
+    if issubclass(kind, WarmStartConfig):
+        settings.pop("method", None)
+    method = overrides.get("method", settings.get("method") or kind.method)
     settings |= settings_of_method(settings.pop("methods", None), method, recipe)
     values = {name: (value, f"in {recipe}") for name, value in settings.items()}
     for option, value in overrides.items():

@@ -63,7 +63,9 @@ def refuse_other_files(folder: Path) -> None:
     """Raise RunDirectoryError if no run was started in the folder, and it holds files that a run would replace."""
     if (folder / "plan.json").is_file():
         raise RunDirectoryError(f"{folder} holds a suite, which a run cannot share; name another --output_dir")
-    if not is_run(folder) and (found := [name for name in RUN_FILES if os.path.lexists(folder / name)]):
+    checkpoints = sorted(path.name for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name))
+    found = [name for name in RUN_FILES if os.path.lexists(folder / name)] + checkpoints
+    if found and not is_run(folder):
         raise RunDirectoryError(
             f"{folder} is not a run directory, and a run would replace its {', '.join(found)}; name another --output_dir"
         )
