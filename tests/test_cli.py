@@ -129,6 +129,13 @@ def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
     assert (config.lora_r, config.weight_decay) == (16, 0.01)
 
 
+def test_a_warm_start_is_supervised_whatever_the_method_of_the_recipe():
+    for recipe in built_in_recipes():
+        assert build_config(WarmStartConfig, recipe, {"use_cpu": True}).method == "supervised"
+    with pytest.raises(OptionError, match="method is 'fire'; a warm start is supervised fine-tuning: use firedistill train"):
+        build_config(WarmStartConfig, "lab", {"use_cpu": True, "method": "fire"})
+
+
 def test_settings_of_the_method_can_be_set_one_by_one(recipe):
     config = build_config(
         SelfDistillConfig,

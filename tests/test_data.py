@@ -19,6 +19,7 @@ from pyarrow import parquet
 
 from firedistill import Example, FeedbackField, Task, Verdict, load_task, task
 from firedistill.cli.arguments import parse_settings
+from firedistill.cli.data import near_misses
 from firedistill.cli.main import main
 from firedistill.models.lora import add_lora
 from firedistill.objectives import load_objective
@@ -78,6 +79,11 @@ def test_every_kind_of_file_gives_the_same_split(kind, tmp_path):
         assert contents(found.examples(split)) == contents(expected.examples(split))
         assert len(found.examples(split)) == count
     assert both(found)[3].uid == f"{found.name}/all/3"
+
+
+def test_near_misses_change_the_answer_and_not_its_marker():
+    right, _, emphasised, both, wrong, _ = near_misses(load_task("wic"), Example("u", "q", "A", labels=("A", "B")))
+    assert [right, emphasised, both, wrong] == ["Answer: A", "Answer: **A**", "Answer: A or B", "Answer: B"]
 
 
 def test_the_split_does_not_depend_on_seed_or_order_of_rows_and_keeps_repeated_questions_together(caplog):

@@ -196,7 +196,7 @@ def test_a_link_to_a_run_is_emptied_and_stays(tmp_path):
     assert (tmp_path / "link").is_symlink() and not list((tmp_path / "run").iterdir())
 
 
-@pytest.mark.parametrize("name", ["README.md", "adapter", "config.yaml", "finished.json"])
+@pytest.mark.parametrize("name", ["README.md", "adapter", "config.yaml", "finished.json", "checkpoint-2"])
 def test_a_folder_that_is_not_a_run_keeps_its_files(tmp_path, name, capsys):
     (tmp_path / name).mkdir()
     for arguments in ([], ["--overwrite"]):

@@ -223,7 +223,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     chunk = min(logits, fire_head.default_chunk(config.vocab_size, gpu) * config.vocab_size)
     # Compiled functions on rows keep up to three float32 tensors of a chunk and its gradient.
     rows = 4 * 4 * chunk if gpu else BLOCKS * 4 * min(logits, fire_head.BLOCK_ELEMENTS)
-    head = 3 * width * chunk + rows
+    head = (4 if gpu else 3) * width * chunk + rows  # on GPUs, views are copied if their number is not a power of two
 
     def measure() -> tuple[float, float]:
         with counted(model) as live, torch.enable_grad():
