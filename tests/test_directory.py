@@ -207,6 +207,15 @@ def test_a_folder_that_is_not_a_run_keeps_its_files(tmp_path, name, capsys):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_file_is_not_an_output_folder(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_text("mine", encoding="utf-8")
+    for arguments in (lab(path), ["suite", "lab", "-o", str(path)], ["report", str(tmp_path), "-o", str(path)]):
+        assert cli(arguments) == 2
+        assert f"{path} is not a folder; " in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == "mine"
+
+
 def test_overwrite_keeps_other_runs_and_notes(tmp_path, capsys):
     runs = tmp_path / "runs"
     assert cli(lab(runs)) == 0

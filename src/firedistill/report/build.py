@@ -32,10 +32,12 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         The study, and the paths of the written files.
 
     Raises:
-        ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
+        ValueError: a path is neither a run directory nor a suite, no run has completed a step, or `folder` is a file.
     """
-    study = read_study(paths)
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; -o takes a folder, or a .png, .svg or .pdf file")
+    study = read_study(paths)
     (folder / "tables").mkdir(parents=True, exist_ok=True)
     tables = accuracy_tables(study)
     texts = {}

@@ -60,7 +60,9 @@ def is_run(folder: Path) -> bool:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Raise RunDirectoryError if no run was started in the folder, and it holds files that a run would replace."""
+    """Raise RunDirectoryError if no run was started in the folder, and it holds files that a run would replace, or is a file itself."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise RunDirectoryError(f"{folder} is not a folder; name another --output_dir")
     if (folder / "plan.json").is_file():
         raise RunDirectoryError(f"{folder} holds a suite, which a run cannot share; name another --output_dir")
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name))

@@ -96,8 +96,10 @@ class SuiteFolder:
         """Write the plan, or add its runs to the existing one.
 
         Raises:
-            ValueError: the folder is a run directory, or holds another suite.
+            ValueError: the folder is a run directory, holds another suite, or is a file.
         """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(f"{self.folder} is not a folder; name another --output_dir for the suite")
         if (self.folder / "config.yaml").is_file():
             raise ValueError(f"{self.folder} holds a run; name another --output_dir for the suite")
         for name in ("state", "logs"):
