@@ -178,7 +178,7 @@ class Tile(NamedTuple):
 def tiles(query: Tensor, key: Tensor, mask: Tensor | None) -> Iterator[Tile]:
     """Tiles that cover all queries, of at most `SCORES` scores or of `ROWS` queries of one sequence.
 
-    Their widths are multiples of `ROWS`, or all keys: oneDNN keeps about 0.6 MiB of code for each shape of a product in bfloat16.
+    Their widths are multiples of `ROWS`, or all keys: oneDNN keeps code for each shape of a product in bfloat16.
     """
     count, heads, length, _ = query.shape
     together = max(1, SCORES // (heads * min(length, ROWS) * key.shape[2]))

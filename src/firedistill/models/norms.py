@@ -33,9 +33,7 @@ def fused_norm(norm: nn.Module, dtype: torch.dtype | None) -> nn.RMSNorm | None:
     hooked = norm._forward_hooks or norm._forward_pre_hooks or hasattr(norm, "_hf_hook")
     if not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.dim() != 1 or weight.is_meta:
         return None
-    if weight.dtype != dtype:
-        return None
-    if type(norm) is nn.RMSNorm or not isinstance(eps, float) or hooked or len(norm.state_dict()) != 1:
+    if weight.dtype != dtype or type(norm) is nn.RMSNorm or not isinstance(eps, float) or hooked or len(norm.state_dict()) != 1:
         return None
     # Values of about the square root of `eps` and larger ones: both show another formula.
     scales = torch.tensor([[eps**0.5], [1.0], [30.0]], device=weight.device)

@@ -534,8 +534,11 @@ def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, c
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether functions on rows are compiled. Compiled reductions may depend on the number of rows that comes first, which is not the
-    same in a resumed run, so that deterministic runs do without. Under a dispatch mode, as of `FlopCounterMode`, nothing compiles."""
+    """Whether functions on rows are compiled.
+
+    Compiled reductions may depend on the number of rows that comes first, which is not the same in a resumed run, so that
+    deterministic runs do without. Nothing is compiled under a dispatch mode such as `FlopCounterMode`.
+    """
     if torch.are_deterministic_algorithms_enabled() or torch._C._len_torch_dispatch_stack():
         return False
     return device.type in COMPILED_DEVICES and dtype == torch.float32
@@ -563,6 +566,7 @@ def with_any_rows(tensors: tuple[Tensor, ...], usual: int) -> tuple[Tensor, ...]
 
 @cache
 def hints_are_known() -> bool:
+    """Whether this PyTorch lets a dynamic size have a hint."""
     return "hint_override" in signature(torch._dynamo.mark_dynamic).parameters
 
 
