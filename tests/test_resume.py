@@ -152,6 +152,20 @@ def test_damaged_checkpoints_alone_are_not_silently_replaced(copy, model):
     assert len(read_jsonl(copy / "metrics.jsonl")) == 4
 
 
+def test_a_training_state_that_cannot_be_read_is_not_taken_for_a_new_start(whole, copy, model, monkeypatch):
+    """Trainer counts from step 0 where a failing disk hides its state, with the weights of the checkpoint."""
+    found = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: not str(path).endswith("trainer_state.json") and found(path))
+    shutil.rmtree(copy / "checkpoint-4")
+    with pytest.raises(
+        CheckpointError, match="checkpoint-2/trainer_state.json was not read, or is of step 0, not of 2: try again"
+    ):
+        train(model, copy, "fire", 4)
+    monkeypatch.undo()
+    train(model, copy, "fire", 4)
+    assert same_runs(whole, copy) == []
+
+
 def test_every_file_of_a_checkpoint_can_be_the_last_one_written(whole, tmp_path, monkeypatch):
     """A kill between any two files leaves nothing that is mistaken for a checkpoint."""
     shutil.copytree(whole / "checkpoint-2", tmp_path / "run" / "checkpoint-2")

@@ -180,6 +180,9 @@ class ResumableTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        if self.state.global_step != (step := checkpoints.step_of(checkpoint)):  # Trainer starts at 0 where it finds no state
+            file = Path(checkpoint) / "trainer_state.json"
+            raise CheckpointError(f"{file} was not read, or is of step {self.state.global_step}, not of {step}: try again")
         if self.sharded:
             super()._load_optimizer_and_scheduler(checkpoint)
             self._load_rest(Path(checkpoint))  # DeepSpeed loads the weights itself, without `_load_from_checkpoint`
