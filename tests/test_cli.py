@@ -357,11 +357,6 @@ def test_recipes_that_cannot_be_read(text, complaint, tmp_path):
     assert "mine.yaml" in str(caught.value)
 
 
-def test_an_empty_recipe_is_the_defaults(tmp_path):
-    (tmp_path / "mine.yaml").write_text("# nothing yet\n")
-    assert build_config(SelfDistillConfig, str(tmp_path / "mine.yaml"), {"use_cpu": True}).max_steps == 200
-
-
 @pytest.mark.parametrize("name", built_in_recipes())
 def test_every_built_in_recipe_is_valid(name):
     kind = WarmStartConfig if "warmstart" in name else SelfDistillConfig
@@ -378,7 +373,7 @@ def test_every_built_in_recipe_is_valid(name):
     [
         (
             ["train", "no-such-recipe"],
-            "no recipe 'no-such-recipe': neither a file or folder nor one of aqua_rat-qwen2.5-1.5b, ",
+            "there is no 'no-such-recipe': expected a file or folder, or one of aqua_rat-qwen2.5-1.5b, ",
         ),
         (["train", "RECIPE", "--max_step", "3"], "unknown option 'max_step' on the command line; did you mean max_steps?"),
         (["train", "RECIPE", "--max_steps", "few"], "max_steps on the command line is 'few': expected a whole number"),
@@ -398,6 +393,29 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--model", "FOLDER/none"], "FOLDER/none"),
         (["train", "RECIPE", "--output_dir", "RECIPE"], "RECIPE"),
         (["train", "RECIPE", "--resume", "--output_dir", "FOLDER/new"], "no complete checkpoint to resume from"),
+        (["train", "RECIPE", "--output_dir", "RECIPE/run"], "RECIPE/run cannot be made (Not a directory): name another one"),
+        (["train", "RECIPE", "--max_steps", "--bf16", "false"], "--max_steps needs a value: --max_steps VALUE"),
+        (["train", "RECIPE", "--optim", "adamx"], "optim is 'adamx': expected one of adamw_torch, "),
+        (["train", "RECIPE", "--optim_args", "momentum"], "optim_args has 'momentum': expected NAME=VALUE"),
+        (["train", "RECIPE", "--optim_args", "foo=1"], "optim_args has 'foo=1', which has no effect on optim adamw_torch"),
+        (
+            ["train", "RECIPE", "--optim", "sgd", "--optim_args", "momentum=0.9,nestrov=true"],
+            "'nestrov=true', which has no effect",
+        ),
+        (["train", "RECIPE", "--optim", "sgd", "--optim_args", "momentum=x"], "optim_args has 'momentum=x': could not convert"),
+        (["train", "RECIPE", "--fsdp", "full_shard"], "use fsdp_size"),
+        (["train", "RECIPE", "--deepspeed", "FOLDER/none.json"], "'FOLDER/none.json', and there is no such file"),
+        (["train", "RECIPE", "--judge", "FOLDER/none.yaml"], "'FOLDER/none.yaml', and there is no such file"),
+        (["train", "RECIPE", "--teacher", "FOLDER/none/none"], "teacher FOLDER/none/none: there is no model"),
+        (
+            ["train", "RECIPE", "--task", "words.py"],
+            "'words.py' is a Python file: name the class or function in it, words.py:NAME",
+        ),
+        (["train", "quickstart-warmstart"], "use firedistill warmstart quickstart-warmstart"),
+        (["eval"], "expected a run directory, an adapter, a recipe, or --model; recipes are aqua_rat"),
+        (["eval", "FOLDER"], "FOLDER is neither a run directory nor an adapter"),
+        (["inspect", "FOLDER/none"], "there is no 'FOLDER/none': expected a run directory, an adapter or a recipe"),
+        (["eval", "RECIPE", "--learning_rate", "1"], "--learning_rate has no effect on an evaluation: leave it out"),
         (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
         (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
         (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),

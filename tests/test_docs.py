@@ -500,15 +500,26 @@ def test_the_tables_name_what_there_is():
     assert first_column("docs/suites.md", "suite") == set(built_in_suites())
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that a code host gives to the headings of a page."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_are_there(page):
-    """Its links, and the scripts and tests in its text."""
+    """Its links with their anchors, and the scripts and tests in its text."""
     text = text_of(page)
-    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text)]
     scripts = re.findall(r"\b(?:tests|examples|benchmarks)/\w+\.(?:py|sh)", text)
-    generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, as pages of the site
-    missing = [link for link in links if link not in generated and not ((ROOT / page).parent / link).exists()]
-    assert missing + [script for script in scripts if not (ROOT / script).exists()] == []
+    missing = [script for script in scripts if not (ROOT / script).exists()]
+    generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, not in the repository
+    for link in re.findall(r"\]\(([^):]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        if name in generated or not target.exists() or (anchor and anchor not in anchors_of(target)):
+            missing.append(link)
+    assert missing == []
 
 
 def rows_of_fidelity() -> list[list[str]]:

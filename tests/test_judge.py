@@ -92,7 +92,7 @@ def asked(path, response="4", example=EXAMPLE, columns=()):
         ({"reply": {"remark": ["x"]}}, "reply: remark: expected a description, or a mapping"),
         ({"reply": {"ok": {"type": "boolean"}}}, "nothing becomes of the reply"),
         ({"reply": {True: "x"}}, "reply: True is a bool in YAML: put the name in quotation marks"),
-        ({"fields": {"x": "{other}"}}, "fields: x: there is no column 'other'"),
+        ({"fields": {"x": "{other}"}}, "fields: x: there is no key 'other'"),
         ({"fields": {"full": "{remark}"}}, "none that is called full"),
         ({"reply": {"remark": "x"}, "criteria": {"remark": "Is it right?"}}, "the key 'remark' is used twice"),
         ({"criteria": {"clear": {"points": 2}}}, "criteria: clear: expected a description"),
@@ -128,7 +128,7 @@ def test_what_is_not_a_judge_file_is_refused(tmp_path):
             load_judge(tmp_path / "j.yaml")
     with pytest.raises(OSError, match="none.yaml"):
         load_judge(tmp_path / "none.yaml")
-    with pytest.raises(ValueError, match="there is no column 'row.hint'"):
+    with pytest.raises(ValueError, match="there is no name 'row.hint'"):
         Judge(load_judge(judge_file(tmp_path, "http://host/v1", prompt="{response} {row.hint}")))
 
 

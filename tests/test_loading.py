@@ -178,7 +178,7 @@ def test_template_that_raises_is_tolerated(tmp_path):
 
 def test_paths_that_do_not_exist(tmp_path):
     for name in ("./missing", str(tmp_path / "missing"), "a/b/c", "~/surely/not/here"):
-        with pytest.raises(ModelError, match="no such model folder"):
+        with pytest.raises(ModelError, match="neither a folder, nor a GGUF file, nor a name on the hub"):
             resolve_model(name)
     with pytest.raises(ModelError, match="no such GGUF file"):
         resolve_model(str(tmp_path / "missing.gguf"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+import socket
 import time
 
 import pytest
@@ -39,7 +40,7 @@ def found(
 ) -> dict[str, list[str]]:
     """Texts of the findings by level."""
     changes = {"max_context_tokens": 1800, **changes}
-    config = killable_config(model, tmp_path / "run", "fire", **changes)
+    config = killable_config(model, tmp_path / "run", changes.pop("method", "fire"), **changes)
     setup = load_setup(config, task=task or ToyTask(), train_examples=train, eval_examples=held_out)
     change(setup)
     texts: dict[str, list[str]] = {"error": [], "warning": [], "note": []}
@@ -333,6 +334,36 @@ def test_settings_that_do_not_fit(model, tmp_path):
     assert "7 problems are requested, the task has 5" in shown and "warms up for 9 of 6 steps" in shown
 
 
+def test_options_that_nothing_reads(model, tmp_path):
+    groups = {"attribution_groups": ["hi*=hints", "test_*=tests"]}
+    assert only(found(model, tmp_path, **groups), "warning") == (
+        "warning: attribution_groups: test_* matches no field of feedback about 12 examples, which are hint, outcome -> "
+        "correct the pattern, or leave it out"
+    )
+    matching = {"attribution_groups": ["hi*=hints"]}
+    assert found(model, tmp_path, **matching)["warning"] == []
+    assert "method full_context attributes nothing" in only(
+        found(model, tmp_path, method="full_context", **matching), "warning"
+    )
+    attributing = {"method": "full_context", "method_settings": {"attribution": True}, **matching}
+    assert found(model, tmp_path, **attributing)["warning"] == []
+    shown = only(found(model, tmp_path, teacher="student", ema_rate=0.2), "warning")
+    assert "ema_rate: it is 0.2, and teacher student is no moving average" in shown
+
+
+def test_without_held_out_problems_nothing_is_evaluated(model, tmp_path):
+    assert "there is none, so that nothing is evaluated" in only(found(model, tmp_path, held_out=[]), "warning")
+    assert found(model, tmp_path, held_out=[], eval_size=0)["warning"] == []
+
+
+def test_servers_that_do_not_answer(model, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    shown = only(found(model, tmp_path, rollouts=address), "warning")
+    assert f"rollouts: {address} does not answer" in shown and "the run waits up to 10 minutes" in shown
+
+
 def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_path, capsys):
     config = killable_config(model, tmp_path / "run", "fire", 1, max_context_tokens=1800, eval_size=0, lora_dropout=0.0)
     config.save_yaml(tmp_path / "mine.yaml")
@@ -341,8 +372,9 @@ def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_
     assert "note: training golds: 12 of 12 are judged right" in shown and not list((tmp_path / "run").glob("*"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--max_prompt_tokens", "3"]) == 2
     printed = capsys.readouterr()
-    assert "error: training prompts: 12 of 12 have more than 3 tokens" in printed.out
-    assert "1 problem to fix before training" in printed.err and not list((tmp_path / "run").glob("*"))
+    assert "error" not in printed.out
+    assert "1 problem to fix before training: training prompts: 12 of 12 have more than 3 tokens" in printed.err
+    assert not (tmp_path / "run").exists(), "a refused run leaves no folder"
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "maybe"]) == 2
 
 

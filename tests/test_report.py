@@ -39,7 +39,7 @@ from firedistill.report.groups import makes_a_difference, read_study
 from firedistill.report.intervals import wilson
 from firedistill.report.log import EVALUATIONS, METRICS, Log
 from firedistill.report.page import attributions_of, rules, safe_json, write_page
-from firedistill.report.paired import bootstrap_intervals, paired_differences
+from firedistill.report.paired import Difference, bootstrap_intervals, different_problems, paired_differences, row, signed
 from firedistill.report.plots import MOST_POINTS
 from firedistill.report.read import at_the_same_time, read_run
 from firedistill.report.tables import (
@@ -80,7 +80,7 @@ def write_run(folder, accuracies=(0.5, 0.6), tokens=None, max_steps=10, steps=No
         generated = tokens[position] if tokens else 20 * step
         row = {"step": step, "cumulative_generated_tokens": generated, "cumulative_train_seconds": 6.0 * step}
         extra = accuracy if isinstance(accuracy, dict) else {"accuracy": accuracy}
-        evaluations.append(row | extra | {"stderr": 0.01, "n": 100})
+        evaluations.append(row | {"stderr": 0.01, "n": 100} | extra)
     (folder / "evals.jsonl").write_text("".join(map(json_line, evaluations)))
     return folder
 
@@ -832,7 +832,7 @@ def test_differences_pair_the_same_problems_and_seeds(tmp_path):
     draws = np.random.default_rng(7).choice([50.0, 50.0, 0, 0, 0, 0, 0], size=(20_000, 7)).mean(1)
     assert [found.low, found.high] == pytest.approx(np.quantile(draws, [0.025, 0.975]).tolist(), abs=50 / 7 + 1e-9)
     assert not found.told_apart
-    assert found.sentence == "SRPO and FIRE cannot be told apart (+14.3 points, 95 % interval +0.0 to +35.7)."
+    assert found.sentence == "SRPO and FIRE cannot be told apart (+14.3 points, 95 % interval 0.0 to +35.7)."
 
 
 def test_a_difference_on_all_problems_is_told_apart_and_samples_count_by_their_share(tmp_path):
@@ -845,6 +845,62 @@ def test_a_difference_on_all_problems_is_told_apart_and_samples_count_by_their_s
     text = (tmp_path / "report" / "tables" / "differences.md").read_text()
     assert "SRPO is less accurate than FIRE (-50.0 points, 95 % interval -50.0 to -50.0)." in text
     assert 'id="differences"' in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_differences_that_round_to_zero_have_no_sign():
+    assert [signed(value) for value in (-0.04, -0.0, 0.04, -0.06, 12.34)] == ["0.0", "0.0", "0.0", "-0.1", "+12.3"]
+    found = Difference("s", "greedy", "SRPO", "FIRE", -0.01, -0.04, 0.02, {0: -0.0}, 9)
+    assert found.sentence == "SRPO and FIRE cannot be told apart (0.0 points, 95 % interval 0.0 to 0.0)."
+    assert row(found)[4:7] == ["0.0", "0.0 to 0.0", "0.0"]
+
+
+SAID = "small, GSM8K: The runs were evaluated on different held-out problems: 40 for Veto, SRPO; 200 for FIRE."
+
+
+def test_runs_with_different_held_out_problems_are_said_to_have_them(tmp_path, capsys):
+    sizes = {"fire": 200, "srpo": 40, "veto": 40}
+    for method, size in sizes.items():
+        evaluations = [{"accuracy": accuracy, "n": size} for accuracy in (0.5, 0.6)]
+        write_run(tmp_path / method, evaluations, method=method, eval_size=size)
+    runs = [str(tmp_path / method) for method in sizes]
+    for output in ("report", "curves.svg"):
+        assert cli.main(["report", *runs, "-o", str(tmp_path / output)]) == 0
+        assert SAID in capsys.readouterr().out.splitlines()
+    tables = tmp_path / "report" / "tables"
+    assert all(markdown_text(SAID) in (tables / f"{name}.md").read_text() for name in ("overview", "accuracy-small"))
+    page = (tmp_path / "report" / "index.html").read_text()
+    verdict = page.partition('<p class="verdict">')[2].partition("</p>")[0].replace("\u2011", "-")
+    assert "each solve 60.0 %" in verdict and verdict.endswith(SAID.partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "answered", "differ"),
+    [
+        ([{}, {}], None, False),
+        ([{"eval_size": 200}, {"eval_size": 300}], None, False),  # the task has as many as were counted
+        ([{"eval_subset_seed": 0}, {"eval_subset_seed": 7}], None, True),
+        ([{"eval_split": "eval"}, {"eval_split": "test"}], None, True),
+        ([{"eval_subset_seed": 0}, {"eval_subset_seed": 7}], [range(9), range(9)], False),  # both had the whole split
+        ([{}, {}], [range(9), range(1, 10)], True),
+        ([{}, {"seed": 1}], None, False),
+        ([{"eval_subset_seed": 10_000}, {"seed": 1, "eval_subset_seed": 10_001}], None, True),
+    ],
+)
+def test_held_out_problems_are_known_from_answers_or_else_from_settings(changes, answered, differ, tmp_path):
+    for place, (method, change) in enumerate(zip(("fire", "srpo"), changes, strict=True)):
+        folder = write_run(tmp_path / method, method=method, **change)
+        if answered:
+            write_answers(folder, [(i, True) for i in answered[place]])
+    study = read_study([tmp_path / "fire", tmp_path / "srpo"])
+    assert bool(different_problems(study.settings[0], study.notes)) == differ
+
+
+def test_seeds_with_subsets_of_their_own_have_the_same_problems_as_those_of_other_methods(tmp_path):
+    for method in ("fire", "srpo"):
+        for seed in (0, 1):
+            write_run(tmp_path / f"{method}{seed}", method=method, seed=seed, eval_subset_seed=seed + 10_000)
+    study = read_study(sorted(tmp_path.iterdir()))
+    assert different_problems(study.settings[0], study.notes) == ""
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
@@ -927,6 +983,13 @@ def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
     assert (tmp_path / "curves.svg").is_file() and not (tmp_path / "curves.svg").is_dir()
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+    for name in ("x.html", "x.jpg"):
+        assert cli.main(["report", str(run), "-o", name]) == 2
+        told = capsys.readouterr().err
+        assert (
+            f"-o is {name}: expected a folder, or a picture that ends with .png, .svg or .pdf; {name}/ makes a folder" in told
+        )
+    assert cli.main(["report", str(run), "-o", f"{tmp_path}/x.html/"]) == 0 and (tmp_path / "x.html" / "index.html").is_file()
 
 
 def test_a_learning_rate_has_the_same_colour_in_all_panels(tmp_path):

@@ -71,8 +71,8 @@ def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
         *(write_run(tmp_path / method, (0.5, right), method=method) for method, right in [("fire", 0.6), ("srpo", 0.9)])
     )
     assert found.sentence == (
-        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; whether the difference is more than chance "
-        "is not known without saved answers."
+        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; whether that is more than chance is not "
+        "known without saved answers to the same problems."
     )
     assert [group.label for group in found.unknown] == ["FIRE"]
 
@@ -110,7 +110,7 @@ def test_what_collapsed_is_named_with_its_seeds_and_step(tmp_path):
 def test_lists_and_signs():
     assert [listed(["A"]), listed(["A", "B"]), listed(["A", "B", "C"]), listed(["A", "B", "C", "D"])] == [
         "A", "A and B", "A, B and C", "A, B and 2 others"]  # fmt: skip
-    assert (signed(1.25), signed(-0.5)) == ("+1.2", "−0.5")
+    assert [signed(value) for value in (1.25, -0.5, -0.04, 0.0)] == ["+1.2", "−0.5", "0.0", "0.0"]
 
 
 # ---- Intervals --------------------------------------------------------------------------------------------------------------
@@ -121,6 +121,10 @@ def test_wilsons_interval_solves_its_equation():
     shares, counts = np.array([0.0, 0.3, 0.925, 1.0]), np.array([5.0, 20.0, 200.0, 7.0])
     for end in wilson(shares, counts):
         assert (shares - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / counts, abs=1e-12)
+    counts = np.arange(1.0, 500)
+    for share in (0.0, 1.0):
+        low, high = wilson(np.full_like(counts, share), counts)
+        assert not np.signbit(low).any() and (high <= 1).all(), "an end that rounding puts outside would be printed as -0.0"
     low, high = wilson(np.array([math.nan, 0.5, 2.0]), np.array([10.0, 0.0, 10.0]))
     assert np.isnan(low).all() and np.isnan(high).all()
 

@@ -309,6 +309,14 @@ def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy
         choose(True, copy / "nowhere")
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_trained_again(copy, model):
+    for folder in copy.glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="has ended after step 4 and has no checkpoint to resume from: --overwrite"):
+        train(model, copy, "fire", 4)
+    assert len(read_jsonl(copy / "metrics.jsonl")) == 4
+
+
 def attributions(run):
     return {path.name: json.loads(path.read_text())["examples"] for path in (run / "attribution").glob("*.json")}
 
@@ -636,6 +644,7 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
         shutil.rmtree(folder)
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
     assert "already holds a run with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
+    (copy / "finished.json").unlink()
     assert firedistill(["train", str(copy)]) == 0
     assert same_runs(whole, copy) == []
 

@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(config):
         load_setup(config(), task=Empty())
     with pytest.raises(ValueError, match="unknown task 'nowhere'"):
         load_setup(config(), task="nowhere")
-    with pytest.raises(ValueError, match="no such model folder"):
+    with pytest.raises(ValueError, match="neither a folder, nor a GGUF file, nor a name on the hub"):
         load_setup(config(), model="./nowhere")
     settings = config()
     settings.method = "no_such_method"

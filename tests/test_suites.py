@@ -200,12 +200,16 @@ def test_options_for_all_runs_win_and_are_checked(toy):
     ("text", "complaint"),
     [
         ("title: x", "is not a suite: expected a mapping with a list of blocks"),
-        ("blocks: [3]", "a block is 3; expected a mapping"),
-        ("blocks: [{recipe: [toy.yaml]}]", "unknown key 'recipe'; a block may have label, learning_rate_factors, methods"),
+        ("blocks: [3]", "block 1: the block is 3; expected a mapping"),
+        (
+            "blocks: [{recipe: [toy.yaml]}]",
+            "block 1: unknown key 'recipe'; a block may have label, learning_rate_factors, methods",
+        ),
         ("blocks: [{recipes: toy.yaml, methods: [fire]}]", "recipes is 'toy.yaml'; expected a list"),
         ("blocks: [{recipes: [toy.yaml]}]", "methods is None; expected a list"),
         ("blocks: [{recipes: [nix], methods: [fire]}]", "no recipe 'nix'"),
-        ("blocks: [{recipes: [toy.yaml], methods: [fires]}]", "fires"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fier]}]", "block 1: unknown method 'fier'; did you mean fire.; known are "),
+        ("blocks: [{recipes: [toy.yaml], methods: [nowhere:Calm]}]", "block 1: method 'nowhere:Calm' could not be loaded"),
         ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [0]}]", "expected numbers above 0"),
         (
             "blocks: [{recipes: [toy.yaml], methods: [fire]}, {recipes: [toy.yaml], methods: [fire], settings: {top_p: 1}}]",
@@ -217,7 +221,9 @@ def test_options_for_all_runs_win_and_are_checked(toy):
             "blocks: [{recipes: [toy.yaml], methods: [fire], settings: {hub_token: hf_X}}]",
             "hub_token must not be part of a suite",
         ),
-        ("blocks: [{recipes: [toy.yaml], methods: [../fire]}]", "cannot be the name of a folder"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], label: ../x}]", "block 1: a run is .*cannot be the name of a folder"),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], seeds: [x]}]", r"block 1: seeds are \['x'\]; expected whole numbers"),
+        ("seeds: [1.5]\nblocks: [{recipes: [toy.yaml], methods: [fire]}]", "block 1: seeds are .1.5.; expected whole numbers"),
         ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [.inf]}]", "expected numbers above 0"),
         ("seeds: [0]\nseeds: [1]\nblocks: [{recipes: [toy.yaml], methods: [fire]}]", "'seeds' is given twice"),
         ("a: &a [1]\nblocks: [*a, *a]", "has aliases"),
@@ -231,10 +237,107 @@ def test_options_for_all_runs_win_and_are_checked(toy):
 def test_invalid_suite_files(text, complaint, toy):
     toy.write_text(text)
     with pytest.raises(ValueError, match=complaint):
-        plan = make_plan(str(toy))
-        from firedistill.objectives import load_objective
+        make_plan(str(toy))
 
-        [load_objective(run.method, {}) for run in plan.runs]
+
+@pytest.mark.parametrize(
+    ("key", "value", "complaint"),
+    [
+        ("method", "srpo", "settings has method, which a suite sets for each run; use methods: [fire]"),
+        ("seed", 3, "settings has seed, which a suite sets for each run; use seeds: [0]"),
+        ("output_dir", "x", "settings has output_dir, which a suite sets for each run; use -o FOLDER on the command line"),
+        ("resume_from_checkpoint", "x", "settings has resume_from_checkpoint, which a suite sets for each run; leave it out: "),
+        ("max_stepz", 3, "unknown option 'max_stepz' in settings; did you mean max_steps?"),
+        ("max_steps", "many", "max_steps in settings is 'many': expected a whole number"),
+        ("max_steps", -1, "max_steps is -1: expected a number above 0"),
+        ("method_settings", 3, "method_settings in settings is 3: expected a mapping"),
+        ("method_settings", {"group_siz": 2}, "method_settings: 'fire' has no setting 'group_siz'; did you mean 'group_size'?"),
+        ("method_settings", {"group_size": "x"}, "method_settings: group_size is 'x'; expected a whole number"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_refused_before_the_first(key, value, complaint, toy, tmp_path, capsys):
+    blocks = [{"recipes": ["toy.yaml"], "methods": ["veto"]}, {"recipes": ["toy.yaml"], "methods": ["fire"]}]
+    toy.write_text(json.dumps({"blocks": [blocks[0], blocks[1] | {"settings": {key: value}}]}))
+    for more in (["--dry-run"], []):
+        assert cli.main(["suite", str(toy), "-o", str(tmp_path / "s"), *more]) == 2
+        told = capsys.readouterr().err
+        assert f"firedistill suite: {toy}, block 2: {complaint}" in told and told.count("\n") == 1
+        assert "on the command line is" not in told and not (tmp_path / "s").exists()
+
+
+def test_what_a_suite_sets_for_each_run_has_no_place_at_the_top_either(toy):
+    toy.write_text("settings: {seed: 1}\n" + SUITE)
+    with pytest.raises(ValueError, match=r"suite.yaml: settings has seed, which a suite sets for each run; use seeds: \[0\]"):
+        make_plan(str(toy))
+    toy.write_text("blocks: [{recipes: [toy.yaml], methods: [fire], warmstart: toy.yaml, settings: {initial_adapter: x}}]")
+    with pytest.raises(ValueError, match="block 1: warmstart sets initial_adapter, which is given too: leave one of them out"):
+        make_plan(str(toy))
+
+
+def test_an_option_of_the_command_line_is_said_to_stand_there(toy):
+    with pytest.raises(ValueError, match="max_steps on the command line is 'many': expected a whole number"):
+        make_plan(str(toy), options={"max_steps": "many"})
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "{recipe} is empty; expected options and their values, such as task: gsm8k"),
+        ("# model: lab\n", "{recipe} is empty"),
+        ("methods: {fier: {}}", "methods in {recipe}: unknown method 'fier'; did you mean fire?; known are "),
+        ("methods: {3: {}}", "methods in {recipe}: unknown method '3'; known are "),
+        ("methods: {srpo: {max_stepz: 3}}", "unknown option 'max_stepz' in {recipe}, methods: srpo; did you mean max_steps?"),
+        ("methods: {srpo: {max_steps: x}}", "max_steps in {recipe}, methods: srpo is 'x': expected a whole number"),
+        (
+            "methods: {srpo: {method: veto}}",
+            "method in {recipe}, methods: srpo would replace the method that the options are for",
+        ),
+        (
+            "methods: {srpo: {method_settings: {group_siz: 2}}}",
+            "methods in {recipe}: method_settings: 'srpo' has no setting 'group_siz'; did you mean 'group_size'?",
+        ),
+        (
+            "methods: {calm.py:Calm: {method_settings: {patiense: 2}}}",
+            "methods in {recipe}: method_settings: 'calm.py:Calm' has no setting 'patiense'; did you mean 'patience'?",
+        ),
+    ],
+)
+def test_all_of_a_recipe_is_checked_also_what_is_for_other_methods(text, complaint, toy, own_method):
+    recipe = toy.parent / "toy.yaml"
+    recipe.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        make_plan(str(toy), only=["fire"])
+    assert complaint.format(recipe=recipe) in str(caught.value) and str(toy) in str(caught.value)
+
+
+OWN_METHOD = """from dataclasses import dataclass
+
+from firedistill.objectives import setting
+from firedistill.objectives.full_context import FullContext
+
+
+@dataclass
+class Calm(FullContext):
+    patience: float = setting(1.0, "How calm.")
+"""
+
+
+@pytest.fixture
+def own_method(toy, monkeypatch):
+    """A method in a file in the working folder."""
+    monkeypatch.chdir(toy.parent)
+    (toy.parent / "calm.py").write_text(OWN_METHOD)
+
+
+def test_a_method_of_ones_own_is_planned_with_its_settings(toy, own_method):
+    recipe = toy.parent / "toy.yaml"
+    recipe.write_text(recipe.read_text() + "methods: {calm.py:Calm: {method_settings: {patience: 2}}}\n")
+    toy.write_text("blocks: [{recipes: [toy.yaml], methods: [calm.py:Calm]}]")
+    (run,) = make_plan(str(toy)).runs
+    assert (run.id, run.method) == ("toy-calm.py-Calm-seed0", "calm.py:Calm")
+    toy.write_text("blocks: [{recipes: [toy.yaml], methods: [calm.py:Calm], settings: {method_settings: {patiense: 2}}}]")
+    with pytest.raises(ValueError, match="'calm.py:Calm' has no setting 'patiense'; did you mean 'patience'"):
+        make_plan(str(toy))
 
 
 def test_a_token_reaches_neither_files_nor_command_lines(toy, tmp_path, capsys):
@@ -415,6 +518,19 @@ def test_a_run_that_was_finished_before_anybody_could_write_it_down_is_done(suit
     assert suite.state(plan.runs[0]).name == "done"
     work(suite, plan)
     assert len(calls(suite, plan.runs[0].id)) == 1
+
+
+def test_a_finished_run_whose_checkpoints_were_deleted_is_left_as_it_is(suite):
+    """Also where its state file is gone: its results say that it has ended."""
+    plan = suite.plan
+    work(suite, plan)
+    first, second = plan.runs[:2]
+    suite.state_path(second).unlink()
+    assert not newest_checkpoint(suite.run_folder(first))
+    for again in ({}, {"retry_failed": True}):
+        assert set(work(suite, plan, **again)[0].values()) == {"done"}
+    assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
+    assert not {"--resume", "--overwrite"} & set(run_arguments(suite, second)), "what a dry run prints does no harm"
 
 
 def test_a_run_is_done_when_it_says_so_and_not_before(suite):
@@ -880,12 +996,14 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (["{toy}", "--seeds", "x"], "--seeds: expected whole numbers, such as 0 or 0,1,2, got 'x'"),
         ([], "name a suite: one of ablation, lab"),
         (["nix"], "no suite 'nix'"),
         (["{toy}", "--only", "fires"], "--only names 'fires'; "),
         (["{toy}", "--index", "1"], "--index and --of must be given together"),
         (["{toy}", "--jobs", "0"], "--jobs is 0; expected 1 or more"),
         (["{toy}", "--seed", "1"], "--seed differs between the runs of a suite; use --only, --seeds, -o"),
+        (["{toy}", "--resume_from_checkpoint", "x"], "--resume_from_checkpoint differs between the runs of a suite"),
         (["{toy}", "--status", "-o", "{toy}-none"], "is not a suite: it has no plan.json"),
     ],
 )

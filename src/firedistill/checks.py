@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from html import escape
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -31,9 +32,11 @@ from firedistill.models.attention import NAME, multiplies_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
+from firedistill.objectives import load_objective
 from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
+from firedistill.rollouts.server import PATIENCE, unreachable
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup, load_setup
 from firedistill.tasks.endpoint import JudgeError
@@ -144,6 +147,8 @@ def check(setup: Setup) -> Preflight:
         check_adapter,
         check_gradient,
         check_settings,
+        check_options_without_effect,
+        check_servers,
         check_products,
         check_disk,
     ]
@@ -283,18 +288,29 @@ def level_of(bad: Sequence[object], checked: Sequence[object]) -> Level:
 def check_feedback(setup: Setup) -> Iterator[Finding]:
     """The task's own feedback about an empty and about a wrong response, for a few examples."""
     task, sample = cast(GuardedTask, setup.task).own, spread(setup.train_examples, 16)
+    names: set[str] = set()
 
     def reason(example: Example) -> str:
         try:
             for response in ("", "I do not know."):
                 verdict = task.verify(example, response)
                 if not verdict.failed:  # a response without a verdict needs no feedback; `check_golds` reports it
-                    task.feedback(example, response, verdict)
+                    names.update(field.name for field in task.feedback(example, response, verdict))
         except TaskFault as fault:
             return str(fault)
         return ""
 
     checked = in_time(sample, reason)
+    unmatched = [
+        pattern for pattern in setup.args.groups_of_fields if names and not any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if unmatched:
+        yield Finding(
+            "warning",
+            "attribution_groups",
+            f"{', '.join(unmatched)} matches no field of feedback about {len(checked)} examples, which are {', '.join(sorted(names))}",
+            "correct the pattern, or leave it out",
+        )
     if failed := [why for _, why in checked if why]:
         yield Finding(
             "error" if len(failed) == len(checked) else "warning",
@@ -509,6 +525,8 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
         if requested and 0 < found < requested:
             text = f"{requested} problems are requested, the task has {found}, which are all used"
             yield Finding("warning", name, text, f"set {name} to {found}")
+    if args.eval_size and not setup.eval_examples:
+        yield Finding("warning", "held-out data", "there is none, so that nothing is evaluated", "name some by eval_data")
     warmup = args.get_warmup_steps(args.max_steps)
     if warmup >= args.max_steps > 1:
         text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and hardly reaches its peak"
@@ -516,6 +534,27 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
     if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
         text = f"{len(missing)} examples have no gold solution: {named(missing)}"
         yield Finding("error", "training data", text, "remove these rows")
+
+
+def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
+    """Options that neither the method nor the teacher of this run reads."""
+    args = setup.args
+    objective = load_objective(args.method, args.method_settings)
+    built_in = type(objective).__module__.startswith("firedistill.")
+    if args.groups_of_fields and built_in and not getattr(objective, "attribution", False):
+        text = f"method {args.method} attributes nothing to fields, so that nothing reads the groups"
+        yield Finding("warning", "attribution_groups", text, "leave attribution_groups out")
+    if args.ema_rate != SelfDistillConfig.ema_rate and args.teacher_kind != "ema":
+        text = f"it is {args.ema_rate:g}, and teacher {args.teacher} is no moving average"
+        yield Finding("warning", "ema_rate", text, "leave ema_rate out, or use teacher ema")
+
+
+def check_servers(setup: Setup) -> Iterator[Finding]:
+    """Servers that sample answer."""
+    for server in setup.args.rollout_servers:
+        if problem := unreachable(server):
+            text = f"{server} does not answer ({problem}); the run waits up to {PATIENCE / 60:.0f} minutes for it"
+            yield Finding("warning", "rollouts", text, "start the server, or correct its address")
 
 
 def check_products(setup: Setup) -> Iterator[Finding]:

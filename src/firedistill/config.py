@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import os
@@ -13,7 +14,8 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 import yaml
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from firedistill.coerce import is_secret
 from firedistill.files import written_at_once
@@ -411,6 +413,7 @@ class SelfDistillConfig(TrainingArguments):
             self.use_cpu = True  # otherwise transformers starts independent processes
         super().__post_init__()
         self.gradient_checkpointing = self.activation_checkpointing = checkpointing
+        self._check_optimizer_arguments()
         if self.world_size != processes:
             raise ValueError(
                 f"the launcher started {processes} processes, but training uses {self.world_size}: check WORLD_SIZE, ddp_backend and "
@@ -445,7 +448,7 @@ class SelfDistillConfig(TrainingArguments):
                 expected = " or ".join(map(repr, choices))
             elif isinstance(value, float) and not math.isfinite(value):
                 expected = "a finite number"
-            elif not all(LIMITS[name](value, limit) for name, limit in limits.items()):
+            elif limits and not (isinstance(value, int | float) and all(LIMITS[name](value, limits[name]) for name in limits)):
                 expected = "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
             else:
                 continue
@@ -471,6 +474,15 @@ class SelfDistillConfig(TrainingArguments):
                 "weights than those that are trained: use rollouts hf, or no quantization"
             )
         self.groups_of_fields  # noqa: B018 raises ValueError
+        if self.optim not in (optimizers := [kind.value for kind in OptimizerNames]):
+            raise ValueError(f"optim is {self.optim!r}: expected one of {', '.join(optimizers)}")
+        if isinstance(self.deepspeed, str) and not Path(self.deepspeed).is_file():
+            raise ValueError(f"deepspeed is {self.deepspeed!r}, and there is no such file: expected its configuration (JSON)")
+        if self.fsdp:
+            raise ValueError(
+                f"fsdp is {self.fsdp!r}, which would shard the adapter with the base model: use fsdp_size, which spreads the base "
+                "model alone"
+            )
         if self.teacher_kind != "model" and (self.teacher_dtype or self.teacher_quantization):
             raise ValueError(
                 f"teacher is {self.teacher!r}, and teacher_dtype and teacher_quantization are for a teacher that is a model: leave "
@@ -488,6 +500,31 @@ class SelfDistillConfig(TrainingArguments):
                 f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "
                 "which also has to hold the prompt"
             )
+
+    def _check_optimizer_arguments(self) -> None:
+        """Refuse an entry of `optim_args` that the optimizer cannot use, or that changes nothing: transformers ignores it."""
+
+        def arguments(optim_args: str | None) -> dict[str, Any]:
+            changed = copy.copy(self)
+            changed.optim_args = optim_args
+            return Trainer.get_optimizer_cls_and_kwargs(changed)[1]
+
+        for entry in (self.optim_args or "").split(",") if self.optim_args else []:
+            if entry.count("=") != 1:
+                raise ValueError(f"optim_args has {entry!r}: expected NAME=VALUE, separated by commas")
+            try:
+                without_entry = arguments(None)
+            except Exception:
+                return  # an optimizer that needs the model, or a package that is not installed: Trainer reports it
+            try:
+                used = arguments(entry) != without_entry
+            except (ValueError, KeyError) as error:
+                raise ValueError(f"optim_args has {entry!r}: {error}") from error
+            if not used:
+                raise ValueError(
+                    f"optim_args has {entry!r}, which has no effect on optim {OptimizerNames(self.optim).value}: leave it out "
+                    "(weight_decay, adam_beta1, adam_beta2 and adam_epsilon are options)"
+                )
 
     @property
     def teacher_kind(self) -> TeacherKind:

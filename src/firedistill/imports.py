@@ -116,9 +116,10 @@ def import_users_file(path: Path) -> ModuleType:
     Raises:
         ValueError: there is no such file.
     """
-    path = path.expanduser().resolve()
+    given, path = path, path.expanduser().resolve()
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        relative = "" if given.expanduser().is_absolute() else f" ({given} is relative to the working folder)"
+        raise ValueError(f"there is no file {path}{relative}")
     name = f"firedistill_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"  # hides no other module
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

@@ -18,6 +18,7 @@ from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.attention import multiplies_bfloat16, use_own_attention
+from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.norms import fuse_norms
@@ -199,15 +200,18 @@ def load_setup(
         if args.lora_dtype == "base":
             compute_in_base_dtype(teacher_model)
     elif teacher and args.teacher_kind == "model":
-        teacher_model, teacher_tokenizer = model_teacher(
-            args.teacher,
-            cast(PeftModel, model),
-            tokenizer,
-            dtype=args.teacher_dtype or args.model_dtype,
-            quantization=args.teacher_quantization,
-            attn_implementation=args.attn_implementation,
-            device=args.device if args.device.type == "cuda" else None,
-        )
+        try:
+            teacher_model, teacher_tokenizer = model_teacher(
+                args.teacher,
+                cast(PeftModel, model),
+                tokenizer,
+                dtype=args.teacher_dtype or args.model_dtype,
+                quantization=args.teacher_quantization,
+                attn_implementation=args.attn_implementation,
+                device=args.device if args.device.type == "cuda" else None,
+            )
+        except ModelError as error:
+            raise ModelError(f"teacher {args.teacher}: {error}") from error
     for each in (model, teacher_model):
         if each is not None and args.device.type == "cuda":
             decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
@@ -404,7 +408,7 @@ def sharding_of(args: SelfDistillConfig) -> Any:
                 "dp_replicate_size is the number of copies of a base model that is spread over processes: set fsdp_size too"
             )
         return None
-    for name in ("quantization", "fsdp", "deepspeed"):
+    for name in ("quantization", "deepspeed"):
         if value := getattr(args, name):
             raise ValueError(
                 f"{name} ({value}) cannot be combined with fsdp_size, which shards the base model by itself: use one of them"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,12 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud
 def visible(text: str) -> str:
     """Text of models, datasets and files with every character that could control a terminal or reorder a line as an escape."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean learning_rate?`, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 from argparse import Action, ArgumentError, Namespace
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from firedistill.cli.names import OF_TRL, method_names, nearest, recipe_names, setting_types
+from firedistill.cli.names import OF_TRL, method_names, recipe_names, setting_types
 from firedistill.imports import METHODS, plugins
 from firedistill.suites.plan import built_in_suites
 from firedistill.tasks import refuse_unknown
+from firedistill.terminal import nearest
 
 if TYPE_CHECKING:
     from firedistill.config import SelfDistillConfig
@@ -73,8 +76,15 @@ class Setting(Action):
         namespace.settings[name] = values
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser of a run's options, and of a command's own. Its errors are ValueErrors."""
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are ValueErrors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
+class Parser(OneLineParser):
+    """A parser of a run's options, and of a command's own."""
 
     def __init__(self, command: str | None = None) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -89,9 +99,6 @@ class Parser(argparse.ArgumentParser):
         several = name in self.mappings
         form: dict[str, Any] = {"nargs": "*"} if several else {"nargs": "?", "const": "true"}
         self.add_argument(f"--{name}", action=Setting, default=argparse.SUPPRESS, **form)
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message.removeprefix("argument "))
 
     def parse(self, arguments: Sequence[str]) -> Namespace:
         """The command's own options, `recipe` (or None), and the run's options as texts in `settings`.
@@ -115,7 +122,20 @@ class Parser(argparse.ArgumentParser):
             here = f"; what TRL calls {name} is {OF_TRL[name]} here" if name in OF_TRL else ""
             hint = here or nearest(name, [*setting_types(), *self.own]) or "; see --help and --help-all"
             raise ValueError(f"unknown option {name[:200]!r} on the command line{hint}")
+        self.refuse_missing_values(words)
         return options
+
+    def refuse_missing_values(self, words: Sequence[str]) -> None:
+        """Raise ValueError for an option without a value, unless it is one that can be true."""
+        for word, following in pairwise([*words, "--"]):
+            kind = setting_types().get(word.removeprefix("--"), "bool")
+            if (
+                word.startswith("--")
+                and following.startswith("--")
+                and not re.search(r"\b(bool|dict)\b", kind)
+                and word != "--resume_from_checkpoint"
+            ):
+                raise ValueError(f"{word} needs a value: {word} VALUE")
 
     def prepared(self, words: Sequence[str]) -> list[str]:
         """The words with underscores in names, and with values that begin with a dash joined to their names."""
@@ -154,7 +174,8 @@ def parse(command: str, arguments: Sequence[str]) -> Namespace:
     recipe, method, task = options.recipe, options.settings.get("method"), options.settings.get("task")
     if recipe is not None and command != "data" and recipe not in recipe_names() and not Path(recipe).exists():
         listed = ", ".join(sorted(recipe_names()))
-        raise ValueError(f"no recipe {recipe!r}: neither a file or folder nor one of {listed}{nearest(recipe, recipe_names())}")
+        kinds = "a run directory, an adapter or a recipe" if command in ("eval", "inspect") else "a file or folder"
+        raise ValueError(f"there is no {recipe!r}: expected {kinds}, or one of {listed}{nearest(recipe, recipe_names())}")
     if method is not None and ":" not in method and method not in method_names():
         known = sorted([*method_names(), *plugins(METHODS)])
         if method not in known:
@@ -181,7 +202,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
 
 def parse_suite(arguments: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     """The options of `firedistill suite`, and those for every run."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="firedistill suite",
         usage="firedistill suite NAME [--seeds ...] [--only ...] [--option value ...] [--dry-run | --status | --retry-failed]",
         description=SUITE.format(names=", ".join(built_in_suites())),
@@ -211,6 +232,8 @@ def parse_suite(arguments: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
 
 
 def numbers(text: str) -> list[int]:
+    if not all(word.removeprefix("-").isdecimal() for word in words(text)):
+        raise argparse.ArgumentTypeError(f"expected whole numbers, such as 0 or 0,1,2, got {text!r}")
     return [int(word) for word in words(text)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import View, shown_prompt, teacher_messages
-from firedistill.recipes import read_recipe
+from firedistill.recipes import built_in_recipes, option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import newest_checkpoint, read_json
@@ -35,9 +35,22 @@ from firedistill.tasks.guard import GuardedTask
 from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
 
+FILES = ("config.yaml", "adapter_config.json")
+"""Files that a run directory or an adapter has."""
+
 
 def setup_for(recipe: str | None, settings: dict[str, Any], teacher: bool = True) -> Setup:
-    """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe."""
+    """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe.
+
+    Raises:
+        ValueError: nothing names a model, or the folder is none of these.
+    """
+    if recipe is None and not {"model", "initial_adapter"} & settings.keys():
+        raise ValueError(
+            f"expected a run directory, an adapter, a recipe, or --model; recipes are {', '.join(built_in_recipes())}"
+        )
+    if recipe is not None and Path(recipe).is_dir() and not any((Path(recipe) / name).is_file() for name in FILES):
+        raise ValueError(f"{recipe} is neither a run directory nor an adapter: it has none of {', '.join(FILES)}")
     if recipe is not None and (Path(recipe) / "adapter_config.json").is_file():
         recipe, settings = of_adapter(recipe, settings)
     if recipe is not None and (Path(recipe) / "config.yaml").is_file() and "initial_adapter" not in settings:
@@ -73,6 +86,15 @@ def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[
     return None, {**settings, "model": str(base)}
 
 
+def refuse_training_options(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that only training reads."""
+    groups = option_groups(SelfDistillConfig)
+    of_training = {option.name for group in ("Method", "Optimisation") for option in groups[group]} - {"seed"}
+    of_training |= {"method", "method_settings", "train_size"}
+    if found := [name for name in settings if name.partition(".")[0] in of_training]:
+        raise ValueError(f"--{found[0]} has no effect on an evaluation: leave it out")
+
+
 def eval_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
@@ -83,6 +105,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     options = parse("eval", arguments)
+    refuse_training_options(options.settings)
     setup = setup_for(options.recipe, options.settings, teacher=False)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -60,12 +58,6 @@ def method_names() -> frozenset[str]:
 def recipe_names() -> frozenset[str]:
     """The names of the built-in recipes."""
     return frozenset(path.stem for path in (Path(str(files("firedistill"))) / "recipes").glob("*.yaml"))
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean learning_rate?`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _fields(path: Path, of_class: str) -> dict[str, str]:

@@ -13,6 +13,8 @@ from firedistill.report.build import write_report
 from firedistill.report.curves import plot_runs
 from firedistill.terminal import visible
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def report_command(arguments: Sequence[str], console: Console) -> int:
     parser = argparse.ArgumentParser(
@@ -25,6 +27,11 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
     options = parser.parse_args(list(arguments))
     output = Path(options.output)
     if output.suffix and not output.is_dir() and not options.output.endswith(("/", os.sep)):
+        if output.suffix.lower() not in PICTURES:
+            expected = f"a folder, or a picture that ends with {', '.join(PICTURES[:-1])} or {PICTURES[-1]}"
+            raise ValueError(
+                f"-o is {options.output}: expected {expected}; {options.output}/ makes a folder, with the page index.html in it"
+            )
         notes: list[str] = []
         written = [plot_runs(options.runs, output, notes=notes)]
     else:

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from firedistill.cli.arguments import parse_suite
-from firedistill.suites.plan import Plan, PlannedRun, built_in_suites, make_plan, merge, with_warm_starts
+from firedistill.suites.plan import SET_BY_SUITE, Plan, PlannedRun, built_in_suites, make_plan, merge, with_warm_starts
 from firedistill.suites.run import Runner, RunState, SuiteFolder, array_part, duration, run_arguments, share, summary
 from firedistill.terminal import visible
 
@@ -68,7 +68,7 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
 
 def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[SuiteFolder, Plan, list[PlannedRun]]:
     """The suite's folder, its plan widened by this call, and the runs that this call is about."""
-    for name in ("method", "seed", "output_dir", "resume", "overwrite"):
+    for name in (*SET_BY_SUITE, "resume", "overwrite"):
         if name in rest:
             raise ValueError(f"--{name} differs between the runs of a suite; use --only, --seeds, -o")
     # With --output_dir, `lab` is the built-in suite also where a folder of that name lies.

@@ -15,9 +15,9 @@ from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
 from firedistill.imports import METHODS, TASKS, package, plugins
 from firedistill.objectives import objective_class, registered_objectives
-from firedistill.recipes import built_in_recipes, default_of, option_groups
+from firedistill.recipes import built_in_recipes, default_of, option_groups, read_recipe
 from firedistill.run.console import before_and_after, correct_rate_trend
-from firedistill.run.directory import RunLock, refuse_other_files
+from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
 from firedistill.run.identity import refuse_another_run
 from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.terminal import quiet_libraries, visible
@@ -49,6 +49,8 @@ def run_training(
     allowed = [name.replace("-", "_") for names in options.allow_changes for name in names.split(",") if name]
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
+    if command == "train" and options.recipe is not None and "feedback_share" in read_recipe(options.recipe):
+        raise ValueError(f"{options.recipe} is a warm start: use firedistill warmstart {options.recipe}")
     config = config_of(config_class, options.recipe, options.settings)
     quiet_libraries()
     folder = Path(config.run_dir)
@@ -56,7 +58,7 @@ def run_training(
     main_process = config.process_index == 0
     refuse_other_files(folder)
     # From before the model is loaded, so that a second command fails at once.
-    with RunLock(folder) if main_process and options.preflight != "only" else nullcontext():
+    with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
         if wanted is None:
             refuse_another_run(folder, config)
         console.print(
@@ -82,17 +84,18 @@ def run_training(
 
 
 def check_before_training(trainer: SelfDistillTrainer, console: Console, notes: bool) -> None:
-    """Print the findings of the preflight, notes only on request.
+    """Print the warnings of the preflight, and its notes on request.
 
     Raises:
-        ValueError: there are errors.
+        ValueError: there are errors; names them.
     """
     found = trainer.preflight()
-    for finding in found.findings if notes else found.of("error", "warning"):
+    for finding in found.of("warning", "note") if notes else found.of("warning"):
         console.print(visible(str(finding)), soft_wrap=True)
-    if errors := [finding.text for finding in found.of("error")]:
+    if errors := found.of("error"):
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
-        raise ValueError(f"{count} to fix before training: {'; '.join(errors)} (--preflight skip trains nevertheless)")
+        texts = "; ".join(f"{finding.subject}: {finding.text} -> {finding.fix}" for finding in errors)
+        raise ValueError(f"{count} to fix before training: {texts} (--preflight skip trains nevertheless)")
 
 
 def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -> None:

@@ -76,7 +76,7 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
     try:
         validate_repo_id(name)
     except HFValidationError as error:
-        raise ModelError(f"no such model folder: {name}") from error
+        raise ModelError(f"there is no model {name}: neither a folder, nor a GGUF file, nor a name on the hub") from error
     return name
 
 

@@ -204,7 +204,11 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """
     for name in ("adapter_config.json", FACTORS):
         if not (folder / name).is_file():
-            raise ModelError(f"{folder} is not an adapter: it has no {name} (pickled adapters are not read)")
+            inside = next(
+                (path for path in (folder / "adapter", *folder.glob("checkpoint-*")) if (path / name).is_file()), None
+            )
+            hint = f"; did you mean {inside}?" if inside is not None else " (pickled adapters are not read)"
+            raise ModelError(f"{folder} is not an adapter: it has no {name}{hint}")
     file = folder / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch
 from firedistill.objectives.registry import register
 from firedistill.ops.fire_head import first_pass
-from firedistill.prompts import View
+from firedistill.prompts import View, field_groups
 from firedistill.rollout import Rollout
 
 
@@ -35,7 +35,7 @@ class FullContext(Objective):
     projection: bool = setting(False, "Add FIRE's projection onto the radius, on correct responses too. Not in the paper.")
 
     def views(self, rollout: Rollout) -> list[View]:
-        return ["full", *(range(len(rollout.feedback)) if self.attribution else ())]
+        return ["full", *(view for _, view in field_groups(rollout.feedback) if self.attribution)]
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         metrics, token_ids, full = Metrics(), batch.token_ids(), batch.teacher.full(batch.rollouts, keep=self.attribution)

@@ -11,6 +11,7 @@ from typing import Any
 from firedistill.coerce import coerce
 from firedistill.imports import METHODS, load_object, load_plugin, plugins, refuse_plugin
 from firedistill.objectives.base import Objective
+from firedistill.terminal import nearest
 
 _REGISTRY: dict[str, type[Objective]] = {}
 
@@ -52,7 +53,9 @@ def objective_class(name: str) -> type[Objective]:
         raise ValueError(f"method {name!r} could not be loaded: {error}") from error
     if cls is None:
         known = sorted([*_REGISTRY, *plugins(METHODS)])
-        raise ValueError(f"unknown method {name!r}; known are {', '.join(known)}, or module:Class or file.py:Class of your own")
+        raise ValueError(
+            f"unknown method {name!r}{nearest(name, known)}; known are {', '.join(known)}, or module:Class or file.py:Class"
+        )
     if not (isinstance(cls, type) and issubclass(cls, Objective)):
         raise ValueError(f"method {name!r} is not a subclass of firedistill.objectives.Objective")
     return cls

@@ -5,7 +5,6 @@ Errors name the option, where it stands, and what was expected.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import typing
 from collections.abc import Mapping
@@ -16,9 +15,10 @@ from typing import Any, TypeVar
 
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig, without_effect
-from firedistill.objectives import objective_class
+from firedistill.imports import METHODS, plugins
+from firedistill.objectives import load_objective, registered_objectives
 from firedistill.tasks.reading import is_data_file
-from firedistill.terminal import shortened
+from firedistill.terminal import nearest, shortened
 
 Config = TypeVar("Config", bound=SelfDistillConfig)
 
@@ -27,19 +27,24 @@ class OptionError(ValueError):
     """An invalid recipe or option."""
 
 
-def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str, Any]) -> Config:
+def build_config(
+    kind: type[Config], recipe: str | None, overrides: Mapping[str, Any], places: Mapping[str, str] | None = None
+) -> Config:
     """The settings of a recipe (a path, the name of a built-in one, or None), updated by `overrides`.
 
     An override named `method_settings.NAME` sets a single entry of that mapping. A warm start leaves the method of a recipe out.
 
+    Args:
+        places: where overrides stand, for errors; the others stand on the command line.
+
     Raises:
         OptionError: an unreadable recipe, an unknown option, or an invalid value.
     """
-    settings = read_recipe(recipe) if recipe else {}
+    settings, types = read_recipe(recipe) if recipe else {}, option_types(kind)
     if issubclass(kind, WarmStartConfig):
         settings.pop("method", None)
     method = overrides.get("method", settings.get("method") or kind.method)
-    settings |= settings_of_method(settings.pop("methods", None), method, recipe)
+    settings |= settings_by_method(settings.pop("methods", None), types, recipe).get(str(method), {})
     values = {name: (value, f"in {recipe}") for name, value in settings.items()}
     for option, value in overrides.items():
         name, dot, key = option.partition(".")
@@ -48,28 +53,45 @@ def build_config(kind: type[Config], recipe: str | None, overrides: Mapping[str,
             if not isinstance(earlier, dict):
                 raise OptionError(f"--{option}: {name} is {earlier!r} {where}, expected a mapping")
             value = earlier | {key: value}
-        values[name] = (value, "on the command line")
+        values[name] = (value, (places or {}).get(option, "on the command line"))
+    given = converted(values, types)
+    if given.get("report_to", "") is None:
+        given["report_to"] = "none"  # transformers would look for a tracker called None
+    try:
+        return kind(**given)
+    except (ValueError, ImportError) as error:
+        raise OptionError(str(error)) from error
 
-    types, coerced = typing.get_type_hints(kind), {}
-    known = [f.name for f in fields(kind) if f.init]
+
+def converted(values: Mapping[str, tuple[Any, str]], types: Mapping[str, Any]) -> dict[str, Any]:
+    """Values as the types of the options that they are for.
+
+    Args:
+        values: each with where it stands, for errors.
+        types: see `option_types`.
+
+    Raises:
+        OptionError: an option is unknown or without effect, or a value is not of its type.
+    """
+    found = {}
     for name, (value, where) in values.items():
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "see --help and --help-all"
-            raise OptionError(f"unknown option {shortened(repr(name))} {where}; {hint}")
+        if name not in types:
+            hint = nearest(str(name), types) or "; see --help and --help-all"
+            raise OptionError(f"unknown option {shortened(repr(name))} {where}{hint}")
         if name in UNUSED:  # also where the value is the default
             raise OptionError(f"{without_effect(name)} ({name} {where})")
         try:
-            coerced[name] = coerce(value, types[name])
+            found[name] = coerce(value, types[name])
         except TypeError as error:
             shown = "not usable" if is_secret(name) else shortened(repr(value))
             raise OptionError(f"{name} {where} is {shown}: {error}") from error
-    if coerced.get("report_to", "") is None:
-        coerced["report_to"] = "none"  # transformers would look for a tracker called None
-    try:
-        return kind(**coerced)
-    except (ValueError, ImportError) as error:
-        raise OptionError(str(error)) from error
+    return found
+
+
+def option_types(kind: type[SelfDistillConfig]) -> dict[str, Any]:
+    """The types of all options by name."""
+    types = typing.get_type_hints(kind)
+    return {option.name: types[option.name] for option in fields(kind) if option.init}
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -88,27 +110,53 @@ def read_recipe(name: str) -> dict[str, Any]:
         values = read_yaml(source)
     except ValueError as error:
         raise OptionError(f"{name} is not valid YAML: {error}") from error
-    if not isinstance(values, dict | None):
+    if values is None:
+        raise OptionError(f"{source} is empty; expected options and their values, such as task: gsm8k")
+    if not isinstance(values, dict):
         raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")
-    return values or {}
+    return values
 
 
-def settings_of_method(methods: Any, chosen: Any, recipe: str | None) -> dict[str, Any]:
-    """The entry of the chosen method in a recipe's `methods`: options that depend on the method, such as its group size.
+def settings_by_method(methods: Any, types: Mapping[str, Any], recipe: str | None) -> dict[str, dict[str, Any]]:
+    """A recipe's `methods`: of each method, the options that depend on it, such as its group size.
+
+    Args:
+        types: see `option_types`.
 
     Raises:
-        OptionError: `methods` does not map method names to mappings of options.
+        OptionError: `methods` does not map method names to mappings of options, or a method or an option is not valid.
     """
     if methods is None:
         return {}
     if not isinstance(methods, dict) or not all(isinstance(options, dict) for options in methods.values()):
         raise OptionError(f"methods in {recipe} must hold a mapping of options for each method that it names")
-    for name in methods:
+    for name, options in methods.items():
+        where = f"in {recipe}, methods: {name}"
+        if "method" in options:
+            raise OptionError(f"method {where} would replace the method that the options are for; leave it out")
+        given = converted({option: (value, where) for option, value in options.items()}, types)
         try:
-            objective_class(name)
-        except ValueError as error:
+            check_method(str(name), given.get("method_settings", {}))
+        except OptionError as error:
             raise OptionError(f"methods in {recipe}: {error}") from error
-    return methods.get(str(chosen), {})
+    return {str(name): options for name, options in methods.items()}
+
+
+def check_method(name: str, settings: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        OptionError: no such method, no such setting of it, or an invalid value.
+    """
+    known = sorted({*registered_objectives(), *plugins(METHODS)})
+    if ":" not in name and name not in known:
+        listed = ", ".join(known)
+        raise OptionError(
+            f"unknown method {name!r}{nearest(name, known)}; known are {listed}, or module:Class or file.py:Class"
+        )
+    try:
+        load_objective(name, settings)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
 
 
 def built_in_recipes() -> list[str]:

@@ -9,7 +9,7 @@ from firedistill.files import written_at_once
 from firedistill.report.figures import write_figures
 from firedistill.report.groups import Study, read_study
 from firedistill.report.page import write_page
-from firedistill.report.paired import HEADER, paired_differences, row, sentences
+from firedistill.report.paired import HEADER, notes_on_problems, paired_differences, row, sentences
 from firedistill.report.tables import (
     accuracy_tables,
     csv_text,
@@ -39,6 +39,7 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         raise ValueError(f"{folder} is not a folder; -o takes a folder, or a .png, .svg or .pdf file")
     study = read_study(paths)
     (folder / "tables").mkdir(parents=True, exist_ok=True)
+    study.notes += notes_on_problems(study.settings, study.notes)
     tables = accuracy_tables(study)
     texts = {}
     for table in tables:

@@ -27,13 +27,13 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, notes: list[str] | N
         ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
         OSError: the picture cannot be written.
     """
-    from firedistill.report.figures import (
-        save_picture,
-    )  # matplotlib takes a second to import, which training steps need not wait for
+    # Both take a second to import, which training steps need not wait for.
+    from firedistill.report.figures import save_picture
+    from firedistill.report.paired import notes_on_problems
 
     study = read_study(runs)
     if notes is not None:
-        notes += study.notes
+        notes += study.notes + notes_on_problems(study.settings, study.notes)
     path = Path(path) if Path(path).suffix else Path(path).with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_at_once(path) as unfinished:

@@ -22,7 +22,8 @@ def wilson(shares: ndarray, counts: ndarray) -> tuple[ndarray, ndarray]:
     shrink = 1 + NORMAL_95**2 / n
     centre = (p + NORMAL_95**2 / (2 * n)) / shrink
     half = NORMAL_95 / shrink * np.sqrt(p * (1 - p) / n + NORMAL_95**2 / (4 * n * n))
-    return np.minimum(centre - half, p), np.maximum(centre + half, p)
+    # Rounding must not put an end below 0, or the share outside.
+    return np.clip(centre - half, 0, p), np.clip(centre + half, p, 1)
 
 
 def evaluated_intervals(evaluations: Log, key: str) -> tuple[ndarray, ndarray]:

@@ -8,17 +8,19 @@ varies from seed to seed is shown by the seeds' own differences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy import ndarray
 
-from firedistill.report.groups import Group, Setting, Study
+from firedistill.report.groups import DEFAULTS, Group, Setting, Study
 from firedistill.report.read import Run, shown
 from firedistill.terminal import shortened, visible
 
@@ -58,10 +60,15 @@ class Difference:
     @property
     def sentence(self) -> str:
         """`FIRE, 2x rate and FIRE cannot be told apart (+0.5 points, 95 % interval -0.8 to +1.7).`"""
-        interval = f"{self.mean:+.1f} points, {COVERAGE * 100:.0f} % interval {self.low:+.1f} to {self.high:+.1f}"
+        interval = f"{signed(self.mean)} points, {COVERAGE * 100:.0f} % interval {signed(self.low)} to {signed(self.high)}"
         if not self.told_apart:
             return f"{self.label} and {self.reference} cannot be told apart ({interval})."
         return f"{self.label} is {'more' if self.mean > 0 else 'less'} accurate than {self.reference} ({interval})."
+
+
+def signed(points: float) -> str:
+    """`+1.5`; `0.0` for what rounds to zero."""
+    return f"{points:+.1f}" if round(points, 1) else "0.0"
 
 
 HEADER = ["Setting", "Answers", "Algorithm", "Compared with", "Difference (points)", "95 % interval", "By seed", "Problems", ""]
@@ -70,10 +77,10 @@ HEADER = ["Setting", "Answers", "Algorithm", "Compared with", "Difference (point
 def row(difference: Difference) -> list[str]:
     """The cells below HEADER."""
     d = difference
-    seeds = ", ".join(f"{value:+.1f}" for value in d.by_seed.values())
+    seeds = ", ".join(map(signed, d.by_seed.values()))
     judged = "" if d.told_apart else "cannot be told apart"
-    interval = f"{d.low:+.1f} to {d.high:+.1f}"
-    return [d.setting, d.kind, d.label, d.reference, f"{d.mean:+.1f}", interval, seeds, str(d.problems), judged]
+    interval = f"{signed(d.low)} to {signed(d.high)}"
+    return [d.setting, d.kind, d.label, d.reference, signed(d.mean), interval, seeds, str(d.problems), judged]
 
 
 def paired_differences(study: Study) -> list[Difference]:
@@ -145,6 +152,55 @@ def read_answers(path: Path, notes: list[str]) -> dict[str, float]:
         if isinstance(uid, str) and isinstance(right, bool):
             totals.setdefault(uid, []).append(right)
     return {uid: sum(values) / len(values) for uid, values in totals.items()}
+
+
+# What picks the held-out problems of runs on the same task.
+PICKED_BY = ("eval_data", "eval_split", "eval_subset_seed")
+
+
+def different_problems(setting: Setting, notes: list[str]) -> str:
+    """How many held-out problems each group was evaluated on, as a sentence; empty if all had the same ones.
+
+    Which problems a run had is known from its saved answers, and without those from its settings and from their number.
+    """
+    groups = [group for group in setting.groups if any(len(run.evaluations) for run in group.finished)]
+    evaluated = [run for group in groups for run in group.finished if len(run.evaluations)]
+    saved = all(answers_of_run(run, "greedy", notes) for run in evaluated)
+    parts: list[tuple[dict[int, Any], list[Group]]] = []
+    for group in groups:
+        problems = {run.seed: problems_of(run, saved) for run in group.finished if len(run.evaluations)}
+        same = next((members for others, members in parts if same_problems(problems, others)), None)
+        parts.append((problems, [group])) if same is None else same.append(group)
+    if len(parts) < 2:
+        return ""
+    counts = [f"{number_of_problems(members)} for {', '.join(group.label for group in members)}" for _, members in parts]
+    return f"The runs were evaluated on different held-out problems: {'; '.join(counts)}."
+
+
+def notes_on_problems(settings: Iterable[Setting], notes: list[str]) -> list[str]:
+    """`different_problems` of every setting where there is something to say."""
+    return [f"{setting.title}: {text}" for setting in settings if (text := different_problems(setting, notes))]
+
+
+def problems_of(run: Run, saved: bool) -> Any:
+    """What tells the held-out problems of a run from others."""
+    if saved:
+        return frozenset(run.answers["greedy"])
+    return run.final("n"), [run.config.get(name, DEFAULTS.get(name)) for name in PICKED_BY]
+
+
+def same_problems(problems: Mapping[int, Any], others: Mapping[int, Any]) -> bool:
+    """Whether every common seed has the same ones; without a common seed, whether any two seeds do."""
+    common = problems.keys() & others.keys()
+    if common:
+        return all(problems[seed] == others[seed] for seed in common)
+    return any(one == other for one in problems.values() for other in others.values())
+
+
+def number_of_problems(groups: Iterable[Group]) -> str:
+    """`192`, or `190 to 192`."""
+    numbers = sorted({int(n) for group in groups for run in group.finished if math.isfinite(n := run.final("n"))})
+    return " to ".join(map(str, dict.fromkeys([*numbers[:1], *numbers[-1:]]))) or "an unknown number"
 
 
 def pairs(answers: Answers, reference: Answers) -> Answers:

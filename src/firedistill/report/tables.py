@@ -23,6 +23,7 @@ from firedistill.report.groups import (
     task_title,
 )
 from firedistill.report.log import CUMULATIVE
+from firedistill.report.paired import notes_on_problems
 from firedistill.report.read import Run, shown
 
 
@@ -77,6 +78,7 @@ class AccuracyTable:
         name: of its files, without the suffix.
         rows: a label, and a cell per column.
         average: cells of a last column, the mean over the others where none of them is empty; None without that column.
+        notes: what a reader must know before comparing rows.
         runs: the number of runs in a cell if all cells that are not empty have the same, else None.
     """
 
@@ -86,6 +88,7 @@ class AccuracyTable:
     rows: list[tuple[str, list[Cell]]]
     average: list[Cell] | None = None
     head: str = "Algorithm"
+    notes: list[str] = field(default_factory=list)
     runs: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +102,8 @@ class AccuracyTable:
     @property
     def caption(self) -> str:
         n = f"{self.runs} run{'s' * (self.runs > 1)}" if self.runs else "the n finished runs of each cell"
-        return f"{self.title}: final accuracy (%), mean ± sample standard deviation over {n}; the best of each column in bold."
+        text = f"{self.title}: final accuracy (%), mean ± sample standard deviation over {n}; the best of each column in bold."
+        return " ".join([text, *self.notes])
 
     @property
     def header(self) -> list[str]:
@@ -119,10 +123,13 @@ def accuracy_tables(study: Study) -> list[AccuracyTable]:
     """All tables of a study: methods by task for each model, categories for tasks that have some, learning rates."""
     tables = []
     for model, settings in partition(study.settings, lambda setting: setting.model).items():
-        tables.append(method_table(model, settings))
-        tables += [category_table(setting) for setting in settings if categories(setting)]
+        made = [method_table(model, settings)]
+        made += [category_table(setting) for setting in settings if categories(setting)]
         if any(group.factor != 1 for setting in settings for group in setting.groups):
-            tables.append(rate_table(model, settings))
+            made.append(rate_table(model, settings))
+        for table in made:
+            table.notes = notes_on_problems(settings, study.notes)
+        tables += made
     tables = [table for table in tables if any(cell.n for _, cells in table.rows for cell in cells)]
     names = Counter[str]()
     for table in tables:  # two models may share the last part of their names

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from firedistill.report import paired
 from firedistill.report.collapse import COLLAPSES
 from firedistill.report.groups import Group, Setting, Study
 from firedistill.report.intervals import Estimate, estimate
-from firedistill.report.paired import Difference, differences_from, reference_of
+from firedistill.report.paired import Difference, differences_from, different_problems, reference_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Verdict:
         behind: the differences of those whose interval does not.
         unknown: candidates that share no answers with the best one.
         collapsed: groups with runs that collapsed, and for each of them what happened, in words.
+        problems: see `different_problems`.
     """
 
     setting: Setting
@@ -39,10 +41,15 @@ class Verdict:
     behind: list[Difference]
     unknown: list[Group]
     collapsed: list[tuple[Group, str]]
+    problems: str
 
     @property
     def sentence(self) -> str:
         """The first line of a report."""
+        return f"{self.answer} {self.problems}".rstrip()
+
+    @property
+    def answer(self) -> str:
         if self.best is None or self.final is None:
             return "No run is finished yet, so no method can be called the best."
         verb = "solves" if len(self.ties) == 1 else "each solve"
@@ -57,7 +64,9 @@ class Verdict:
         if level:
             return f"{solved}{rivals}; {listed(level)} cannot be told apart from that."
         if self.unknown:
-            return f"{solved}{rivals}; whether the difference is more than chance is not known without saved answers."
+            return (
+                f"{solved}{rivals}; whether that is more than chance is not known without saved answers to the same problems."
+            )
         if len(self.behind) == 1:
             return f"{solved}{rivals}; {self.behind[0].label} is behind by more than chance."
         return f"{solved}{rivals}; the others are behind by more than chance." if self.behind else f"{solved}{rivals}."
@@ -75,8 +84,8 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def signed(points: float) -> str:
-    """`+1.5`, or `−1.5` with a minus sign."""
-    return f"{points:+.1f}".replace("-", "−")
+    """`+1.5`, `0.0`, or `−1.5` with a minus sign."""
+    return paired.signed(points).replace("-", "−")
 
 
 def verdicts(study: Study) -> list[Verdict]:
@@ -94,7 +103,7 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
     best = reference if any(group is reference for group in first) else next(iter(first), None)
     collapsed = [(group, text) for group in setting.groups if (text := collapse_of(group))]
     if best is None:
-        return Verdict(setting, candidates, None, [], None, None, None, [], [], [], collapsed)
+        return Verdict(setting, candidates, None, [], None, None, None, [], [], [], collapsed, "")
     labels = {group.label for group in candidates}
     compared = [d for d in differences_from(setting, best, "greedy", notes) if d.label in labels]
     known = {best.label, *(difference.label for difference in compared)}
@@ -111,6 +120,7 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
         sorted((d for d in compared if d.told_apart), key=lambda d: -d.mean),
         [group for group in candidates if group.label not in known],
         collapsed,
+        different_problems(setting, notes),
     )
 
 

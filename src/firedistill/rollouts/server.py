@@ -32,6 +32,19 @@ from firedistill.rollouts.weights import version_of, write_adapter
 RETRY_AFTER = 1.0
 
 
+PATIENCE = 600.0
+"""Seconds for which a server that does not answer is asked again."""
+
+
+def unreachable(server: str) -> str:
+    """Why a server does not answer; an empty text if it does."""
+    try:
+        VLLMServerEngine._request(server.rstrip("/"), "/v1/models", None, timeout=5.0)
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+    return ""
+
+
 class Refusal(ValueError):
     """A server's answer that a request is wrong; `status` is its HTTP status."""
 
@@ -62,7 +75,7 @@ class VLLMServerEngine(RemoteEngine):
         *,
         context: int,
         sequences: int = 32,
-        patience: float = 600.0,
+        patience: float = PATIENCE,
     ):
         super().__init__(model, tokenizer, context=context, sequences=sequences)
         self.servers, self.folder, self.patience = [url.rstrip("/") for url in servers], folder, patience

@@ -18,7 +18,8 @@ import tempfile
 import threading
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,28 @@ FILES_OF_STEPS = re.compile(r"(step|eval)_[\d-]+\.(parquet|json)")
 
 class RunDirectoryError(ValueError):
     """A folder that cannot be, or is no longer, the directory of this run; the message says why and what to do."""
+
+
+def make_folder(folder: Path) -> bool:
+    """Make a run directory; whether it did not exist. Raises RunDirectoryError if it cannot be made."""
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(f"output_dir {folder} cannot be made ({error.strerror}): name another one") from error
+    return new
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[None]:
+    """A run directory for what needs one and writes nothing; removed again if it is new."""
+    new = make_folder(folder)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if new:
+                folder.rmdir()
 
 
 def is_run(folder: Path) -> bool:
@@ -176,7 +199,7 @@ class RunLock:
     # The file is opened once: closing any other handle of a process would release its record lock.
 
     def _take(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.created = make_folder(self.folder)
         self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)  # noqa: SIM115
         try:
             if not self._lock():
@@ -202,6 +225,8 @@ class RunLock:
         with suppress(OSError):
             if self._in_place() and self._holder() == self.owner:
                 self.path.unlink()
+                if self.created:
+                    self.folder.rmdir()  # nothing was written, as where the settings are refused
         self.file.close()
 
     def _in_place(self) -> bool:

@@ -24,6 +24,7 @@ from firedistill.coerce import read_yaml
 from firedistill.config import OPEN, SelfDistillConfig, effect
 from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
+from firedistill.run.directory import finished_step
 from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
 
@@ -204,6 +205,11 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     found = all_checkpoints(run)
     if wanted is None or wanted is True:
         newest = newest_checkpoint(run)
+        if newest is None and wanted is None and not found and (step := finished_step(Path(run))) is not None:
+            raise CheckpointError(
+                f"{run} has ended after step {step} and has no checkpoint to resume from: --overwrite trains it again and removes what "
+                "is there (in Python: resume_from_checkpoint=False)"
+            )
         if newest is None and (wanted or found):
             raise CheckpointError(
                 f"{run} has no complete checkpoint to resume from (found: {', '.join(path.name for path in found) or 'none'}); "

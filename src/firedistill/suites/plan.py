@@ -7,6 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import product
@@ -22,6 +23,13 @@ BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors"
 SUBSET_OFFSET = 10_000  # the authors' held-out subset of a seed has the seed plus this; reports average such runs
 LISTS = ["recipes", "methods", "seeds", "learning_rate_factors"]
 MOST_RUNS = 10_000
+# Options that the suite sets for every run, and what to use instead.
+SET_BY_SUITE = {
+    "method": "use methods: [fire]",
+    "seed": "use seeds: [0]",
+    "output_dir": "use -o FOLDER on the command line",
+    "resume_from_checkpoint": "leave it out: the same command continues a suite",
+}
 # The options for all runs that also apply to a shared warm start: where things are and what data mean, not how long to train.
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
@@ -104,14 +112,13 @@ def read_suite(name: str) -> tuple[str, dict[str, Any], Path | None]:
         raise ValueError(f"{name} is not valid YAML: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("blocks"), list) or not content["blocks"]:
         raise ValueError(f"{name} is not a suite: expected a mapping with a list of blocks, each with recipes and methods")
-    for block in [content, *content["blocks"]]:
-        if not isinstance(block, dict):
-            raise ValueError(f"{name}: a block is {shortened(repr(block))}; expected a mapping")
-        unknown = [key for key in block if key not in BLOCK_KEYS | ({"title", "blocks"} if block is content else set())]
-        if unknown:
-            raise ValueError(
-                f"{name}: unknown key {shortened(repr(unknown[0]))}; a block may have {', '.join(sorted(BLOCK_KEYS))}"
-            )
+    for number, block in enumerate([content, *content["blocks"]]):
+        with errors_in(f"{name}, block {number}" if number else name):
+            if not isinstance(block, dict):
+                raise ValueError(f"the block is {shortened(repr(block))}; expected a mapping")
+            unknown = [key for key in block if key not in BLOCK_KEYS | (set() if number else {"title", "blocks"})]
+            if unknown:
+                raise ValueError(f"unknown key {shortened(repr(unknown[0]))}; a block may have {', '.join(sorted(BLOCK_KEYS))}")
     return (path.stem if path.is_file() else name), content, (path.resolve().parent if path.is_file() else None)
 
 
@@ -132,56 +139,72 @@ def make_plan(
     suite, content, folder = read_suite(name)
     options = {key: absolute(key, value) for key, value in (options or {}).items()}
     shared = {key: value for key, value in content.items() if key in BLOCK_KEYS}
-    blocks = [
-        {**shared, **block, "settings": settings_of(shared, name) | settings_of(block, name)} for block in content["blocks"]
-    ]
+    with errors_in(name):
+        settings = settings_of(shared)
     runs: dict[str, PlannedRun] = {}
-    for block in blocks:
-        if (count := math.prod(len(listed(block, key, name, default=[0])) for key in LISTS)) > MOST_RUNS:
-            raise ValueError(f"{name}: a block stands for {count:,} runs; a suite may have {MOST_RUNS:,}")
-        for run in runs_of(block, name, folder, seeds, only, options):
-            known = runs.setdefault(run.id, run)
-            if known != run:
-                raise ValueError(f"{name}: two runs are named {run.id}, with settings {known.settings} and {run.settings}")
-    methods = [method for block in blocks for method in block["methods"]]
+    methods: list[str] = []
+    for number, own in enumerate(content["blocks"], 1):
+        with errors_in(f"{name}, block {number}"):
+            block = {**shared, **own, "settings": settings | settings_of(own)}
+            if (count := math.prod(len(listed(block, key, default=[0])) for key in LISTS)) > MOST_RUNS:
+                raise ValueError(f"it stands for {count:,} runs; a suite may have {MOST_RUNS:,}")
+            for run in runs_of(block, folder, seeds, only, options):
+                known = runs.setdefault(run.id, run)
+                if known != run:
+                    raise ValueError(f"two runs are named {run.id}, with settings {known.settings} and {run.settings}")
+            methods += map(str, block["methods"])
     if unknown := [method for method in only or [] if method not in methods]:
         raise ValueError(f"--only names {unknown[0]!r}; {name} has {', '.join(dict.fromkeys(methods))}")
     return Plan(suite, str(content.get("title", suite)), options, list(runs.values()))
 
 
-def settings_of(block: Mapping[str, Any], name: str) -> dict[str, Any]:
+@contextmanager
+def errors_in(place: str) -> Iterator[None]:
+    """Name a place in the errors about it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def settings_of(block: Mapping[str, Any]) -> dict[str, Any]:
     settings = block.get("settings") or {}
     if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
-        raise ValueError(f"{name}: settings are {shortened(repr(settings))}; expected a mapping of options to values")
+        raise ValueError(f"settings are {shortened(repr(settings))}; expected a mapping of options to values")
+    if taken := next((key for key in settings if key in SET_BY_SUITE), None):
+        raise ValueError(f"settings has {taken}, which a suite sets for each run; {SET_BY_SUITE[taken]}")
     return settings
 
 
 def runs_of(
     block: Mapping[str, Any],
-    name: str,
     folder: Path | None,
     seeds: Sequence[int] | None,
     only: Sequence[str] | None,
     options: Mapping[str, Any],
 ) -> Iterator[PlannedRun]:
     """The runs of one block: by recipe, then seed, method and factor, so that comparisons complete as early as possible."""
-    factors = listed(block, "learning_rate_factors", name, default=[1])
+    factors = listed(block, "learning_rate_factors", default=[1])
     if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
-        raise ValueError(f"{name}: learning_rate_factors are {factors}; expected numbers above 0")
-    methods = [str(m) for m in listed(block, "methods", name) if only is None or m in only]
-    chosen_seeds = listed(block, "seeds", name, default=[0]) if seeds is None else seeds
+        raise ValueError(f"learning_rate_factors are {factors}; expected numbers above 0")
+    methods = [str(m) for m in listed(block, "methods") if only is None or m in only]
+    chosen_seeds = listed(block, "seeds", default=[0]) if seeds is None else seeds
+    if not all(type(seed) is int for seed in chosen_seeds):
+        raise ValueError(f"seeds are {shortened(repr(chosen_seeds))}; expected whole numbers")
     own = block["settings"]
     label = str(block.get("label") or "")
     if not isinstance(per_seed := block.get("subset_per_seed", False), bool):
-        raise ValueError(f"{name}: subset_per_seed is {shortened(repr(per_seed))}; expected true or false")
-    if per_seed and "eval_subset_seed" in {**own, **options}:
-        raise ValueError(f"{name}: subset_per_seed sets eval_subset_seed, which is given too: leave one of them out")
+        raise ValueError(f"subset_per_seed is {shortened(repr(per_seed))}; expected true or false")
+    for key, option in {"subset_per_seed": "eval_subset_seed", "warmstart": "initial_adapter"}.items():
+        if block.get(key) and option in {**own, **options}:
+            raise ValueError(f"{key} sets {option}, which is given too: leave one of them out")
     needs = None
     if block.get("warmstart") and methods:
         recipe = recipe_of(str(block["warmstart"]), folder)
         needs = f"warmstart-{short(recipe)}"
         yield planned(needs, "warmstart", recipe, {key: options[key] for key in options if key in WARMSTART_OPTIONS})
-    for recipe in [recipe_of(str(r), folder) for r in listed(block, "recipes", name)]:
+    places = dict.fromkeys(own.keys() - options.keys(), "in settings")
+    for recipe in [recipe_of(str(r), folder) for r in listed(block, "recipes")]:
         for seed, method, factor in product(chosen_seeds, methods, factors):
             settings = {**own, **options, "method": method, "seed": seed}
             if per_seed:
@@ -189,38 +212,44 @@ def runs_of(
             rate = "" if factor == 1 else f"{factor:g}x"
             if rate:
                 # A sweep keeps the nominal rate; where none is set, it is the peak rate of factor 1.
-                base = resolved("train", recipe, settings)
+                base = resolved("train", recipe, settings, places)
                 settings["learning_rate"] = base.learning_rate * factor
                 settings["nominal_learning_rate"] = base.nominal_learning_rate or base.learning_rate
             parts = [short(recipe), method.replace(":", "-"), label, f"lr{rate}" if rate else "", f"seed{seed}"]
             variant = " ".join(filter(None, [label, rate]))
-            yield planned("-".join(filter(None, parts)), "train", recipe, settings, variant, needs)
+            yield planned("-".join(filter(None, parts)), "train", recipe, settings, variant, needs, places)
 
 
 def planned(
-    name: str, command: str, recipe: str, settings: dict[str, Any], variant: str = "", needs: str | None = None
+    name: str,
+    command: str,
+    recipe: str,
+    settings: dict[str, Any],
+    variant: str = "",
+    needs: str | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> PlannedRun:
-    config = resolved(command, recipe, settings)
+    config = resolved(command, recipe, settings, places)
     values = {key: getattr(config, key) for key in ("model", "task", "method", "seed", "learning_rate", "max_steps")}
     return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs)
 
 
-def resolved(command: str, recipe: str, settings: Mapping[str, Any]):
-    """The configuration of a run, validated as the run itself validates it."""
+def resolved(command: str, recipe: str, settings: Mapping[str, Any], places: Mapping[str, str] | None = None):
+    """The configuration of a run, validated as the run itself validates it; `places` as in `build_config`."""
     from firedistill.config import SelfDistillConfig, WarmStartConfig
-    from firedistill.recipes import build_config
+    from firedistill.recipes import build_config, check_method
 
     # Planning must work on machines without the accelerator of the runs.
     kind = WarmStartConfig if command == "warmstart" else SelfDistillConfig
-    return build_config(kind, recipe, {"use_cpu": True, **settings, "output_dir": "."})
+    config = build_config(kind, recipe, {"use_cpu": True, **settings, "output_dir": "."}, places)
+    check_method(config.method, config.method_settings)
+    return config
 
 
-def listed(block: Mapping[str, Any], key: str, name: str, default: list[Any] | None = None) -> list[Any]:
+def listed(block: Mapping[str, Any], key: str, default: list[Any] | None = None) -> list[Any]:
     values = block.get(key, default)
     if not isinstance(values, list) or not values:
-        raise ValueError(
-            f"{name}: {key} is {shortened(repr(values))}; expected a list, for instance {key}: [{key.rstrip('s')}]"
-        )
+        raise ValueError(f"{key} is {shortened(repr(values))}; expected a list, for instance {key}: [{key.rstrip('s')}]")
     return values
 
 

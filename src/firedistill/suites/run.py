@@ -228,7 +228,10 @@ def complete(folder: Path, max_steps: int) -> bool:
 
 
 def run_arguments(suite: SuiteFolder, run: PlannedRun) -> list[str]:
-    """Arguments of `firedistill` for a run: from its last checkpoint if it has one, from the beginning otherwise."""
+    """Arguments of `firedistill` for a run: from its last checkpoint if it has one, from the beginning otherwise.
+
+    Those of a run that has ended neither continue nor replace it.
+    """
     folder = suite.run_folder(run)
     settings = dict(run.settings)
     if run.needs is not None:
@@ -236,7 +239,7 @@ def run_arguments(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     arguments = [run.command, run.recipe]
     for name, value in (settings | {"output_dir": str(folder)}).items():
         arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list | bool) else value}")
-    if (folder / "metrics.jsonl").exists():
+    if (folder / "metrics.jsonl").exists() and not complete(folder, run.max_steps):
         arguments.append("--resume" if newest_checkpoint(folder) else "--overwrite")
     return arguments
 

@@ -122,7 +122,7 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
                 raise
             text = f"unknown task: found no module {prefix!r} on the Python path or in {os.getcwd()}."
             raise ValueError(f"{text}{_suggestion(prefix)} {_known_names()}") from error
-    raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
+    raise _unknown(name)
 
 
 def undecided(row: Mapping[str, Any], response: str) -> bool:
@@ -134,11 +134,19 @@ def refuse_unknown(name: str) -> None:
     """Raise ValueError for the name of a task that is neither built in, nor data, nor one of somebody else's."""
     known = (*TASKS, *GENERATED, *imports.plugins(imports.TASKS))
     if not (":" in name or name in known or names_data(name)):
-        raise ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> ValueError:
+    if name.endswith(".py"):
+        return ValueError(f"task {name!r} is a Python file: name the class or function in it, {name}:NAME")
+    return ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
 
 
 def _as_task(task: Any, name: str) -> Task:
     """The task that a name of somebody else's stands for: an instance, or a class that is called without arguments."""
+    if getattr(task, "__qualname__", "") == "task.<locals>.decorate":
+        raise ValueError(f"{name} is decorated without parentheses: write @task(), or @task(answer=...)")
     if callable(task) and not isinstance(task, Task):
         with explained(f"{name}()"):
             task = task()

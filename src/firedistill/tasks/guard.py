@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from firedistill.tasks.coroutines import AsyncCall, TimeLimit, loop_of_threads
 from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
+from firedistill.tasks.sources import DataError
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -79,6 +80,12 @@ class GuardedTask:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.task, name)
+
+    @property
+    def name_in_errors(self) -> str:
+        """The class of the task, or the function that `@task` made it of."""
+        kind = type(self.task).__name__
+        return f"{kind} {self.task.name!r}" if kind == "TableTask" else kind
 
     def verify(self, example: Example, response: str, started: Any = None) -> Verdict:
         """The task's verdict, or an incorrect one marked `failed` if the task returns none.
@@ -141,15 +148,15 @@ class GuardedTask:
         """The first `n` examples that the task returns. There is no time limit, since data may take long to load.
 
         Raises:
-            TaskFault: the task returns something else, or raises another error than those below.
-            ValueError, OSError, ImportError: as the task raises them.
+            TaskFault: the task returns something else, or raises an error of another kind than those below.
+            DataError, ImportError: as the task raises them.
         """
-        where = f"examples({split!r}) of {type(self.task).__name__}"
-        with explained(where), kept_state():
+        where = f"examples({split!r}) of {self.name_in_errors}"
+        with explained(where, pass_on=(DataError, ImportError)), kept_state():
             return read_examples(self.task.examples(split, n, seed, data_dir), where, n)
 
     def _call(self, name: str, read: Callable[[Any, str], Result], example: Example, *rest: Any, started: Any = None) -> Result:
-        where = f"{example.uid}: {name} of {type(self.task).__name__}"
+        where = f"{example.uid}: {name} of {self.name_in_errors}"
         if (call := started or self.begin(name, example, *rest)) is not None:
             try:
                 with explained(where, pass_on=(TimeLimit,)):

@@ -134,6 +134,8 @@ def load_judge(path: str | Path) -> JudgeFile:
         OSError: it cannot be read.
     """
     path = Path(path).expanduser()
+    if not path.is_file():
+        raise ValueError(f"judge is {str(path)!r}, and there is no such file: expected a judge file (YAML)")
     try:
         values = read_yaml(path)
         if not isinstance(values, dict):
@@ -208,7 +210,7 @@ def checked(file: JudgeFile) -> JudgeFile:
             raise ValueError(
                 f"fields: {name}: expected a text with keys of reply in braces, and letters, digits, '_', '-' as name"
             )
-        Template(text, list(file.reply), f"fields: {name}")
+        Template(text, list(file.reply), f"fields: {name}", "key")
     if file.verdict is not None:
         if file.verdict not in file.reply:
             raise ValueError(
@@ -407,13 +409,13 @@ class Judge:
     def __init__(self, file: JudgeFile, columns: Iterable[str] = ()):
         self.file, self.schema, self.criteria = file, schema_of(file), criteria_of(file)
         self.prompt = Template(
-            file.prompt.strip(), [*NAMES, *(f"row.{column}" for column in columns)], "the prompt of the judge"
+            file.prompt.strip(), [*NAMES, *(f"row.{column}" for column in columns)], "the prompt of the judge", "name"
         )
         self.columns = tuple(dict.fromkeys(name.removeprefix("row.") for name in self.prompt.names if name.startswith("row.")))
         texts = file.fields
         if texts is None:
             texts = {name: f"{{{name}}}" for name in field_names(file) if name in file.reply}
-        self.fields = {name: Template(text, list(file.reply), f"fields: {name}") for name, text in texts.items()}
+        self.fields = {name: Template(text, list(file.reply), f"fields: {name}", "key") for name, text in texts.items()}
         self.endpoint = ChatEndpoint(file.url, file.model, file.key, timeout=file.timeout, retries=file.retries)
         self.parameters = {
             **{name: value for name in ("temperature", "max_tokens", "seed") if (value := getattr(file, name)) is not None},

@@ -56,11 +56,15 @@ _LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")
 class Template:
     """A text with columns in braces: `The hint is: {hint}`. Two braces stand for one. Nothing else is evaluated.
 
+    Args:
+        where: names the text in errors.
+        what: what errors call the names in braces.
+
     Raises:
         DataError: a brace stands alone, or a name in braces is not a column.
     """
 
-    def __init__(self, text: str, columns: Sequence[str], where: str):
+    def __init__(self, text: str, columns: Sequence[str], where: str, what: str = "column"):
         self.parts: list[str | tuple[str]] = []
         end = 0
         for found in _BRACES.finditer(text):
@@ -73,7 +77,7 @@ class Template:
                     f"{where}: {found[0]!r} stands alone in {shortened(repr(text))}; write {found[0] * 2} for the character itself"
                 )
             else:
-                known(found[1], columns, where)
+                known(found[1], columns, where, what)
                 self.parts.append((found[1],))
         self.parts.append(text[end:])
 
@@ -88,7 +92,7 @@ class Template:
         return None if None in texts else "".join(texts)  # type: ignore[arg-type]
 
 
-def known(name: str, columns: Sequence[str], where: str) -> None:
+def known(name: str, columns: Sequence[str], where: str, what: str = "column") -> None:
     """
     Raises:
         DataError: the data have no column, and no key of nested data, of that name.
@@ -96,7 +100,7 @@ def known(name: str, columns: Sequence[str], where: str) -> None:
     if name not in columns:
         close = difflib.get_close_matches(name, columns, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"{where}: there is no column {name!r}{hint} (columns: {shortened(', '.join(columns), 500)})")
+        raise DataError(f"{where}: there is no {what} {name!r}{hint} ({what}s: {shortened(', '.join(columns), 500)})")
 
 
 def names_in(row: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
