@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "== making $(VENV) and installing (about 1 GB; once)"
+	@echo "== making $(VENV) and installing (about 2 GB with a CPU build of PyTorch; once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gym,smollm2]" -c constraints.txt

@@ -37,6 +37,12 @@ html_js_files = ["filter.js"]
 html_math_renderer = "mathml"  # browsers draw it without a script from the network
 
 HERE = Path(__file__).parent
+ON_THE_SITE = {  # links that a code host can follow, and the generated pages that replace them on the site
+    "../README.md#methods": "reference/methods.md",
+    "../src/firedistill/objectives": "reference/methods.md",
+    "../src/firedistill/config.py": "reference/options.md",
+    "../src/firedistill/functional.py": "reference/api.md#the-equations",
+}
 
 
 def options_page() -> str:
@@ -103,7 +109,9 @@ def write_generated(app: object) -> None:
 
 
 def outside_links(app: object, page: str, source: list[str]) -> None:
-    """Files of the repository that are not pages are named, not linked."""
+    """Link generated pages; files of the repository that are not pages are named, not linked."""
+    for link, generated in ON_THE_SITE.items():
+        source[0] = source[0].replace(f"]({link})", f"]({generated})")
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", source[0])
 
 

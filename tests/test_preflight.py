@@ -348,11 +348,11 @@ def test_options_that_nothing_reads(model, tmp_path):
     attributing = {"method": "full_context", "method_settings": {"attribution": True}, **matching}
     assert found(model, tmp_path, **attributing)["warning"] == []
     shown = only(found(model, tmp_path, teacher="student", ema_rate=0.2), "warning")
-    assert "ema_rate: it is 0.2, and teacher student is no moving average" in shown
+    assert "ema_rate: it is 0.2, but teacher student is not a moving average" in shown
 
 
 def test_without_held_out_problems_nothing_is_evaluated(model, tmp_path):
-    assert "there is none, so that nothing is evaluated" in only(found(model, tmp_path, held_out=[]), "warning")
+    assert "there is none, so nothing is evaluated" in only(found(model, tmp_path, held_out=[]), "warning")
     assert found(model, tmp_path, held_out=[], eval_size=0)["warning"] == []
 
 

@@ -526,7 +526,7 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
             text = f"{requested} problems are requested, the task has {found}, which are all used"
             yield Finding("warning", name, text, f"set {name} to {found}")
     if args.eval_size and not setup.eval_examples:
-        yield Finding("warning", "held-out data", "there is none, so that nothing is evaluated", "name some by eval_data")
+        yield Finding("warning", "held-out data", "there is none, so nothing is evaluated", "name some by eval_data")
     warmup = args.get_warmup_steps(args.max_steps)
     if warmup >= args.max_steps > 1:
         text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and hardly reaches its peak"
@@ -542,10 +542,10 @@ def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
     objective = load_objective(args.method, args.method_settings)
     built_in = type(objective).__module__.startswith("firedistill.")
     if args.groups_of_fields and built_in and not getattr(objective, "attribution", False):
-        text = f"method {args.method} attributes nothing to fields, so that nothing reads the groups"
+        text = f"method {args.method} attributes nothing to fields, so the groups have no effect"
         yield Finding("warning", "attribution_groups", text, "leave attribution_groups out")
     if args.ema_rate != SelfDistillConfig.ema_rate and args.teacher_kind != "ema":
-        text = f"it is {args.ema_rate:g}, and teacher {args.teacher} is no moving average"
+        text = f"it is {args.ema_rate:g}, but teacher {args.teacher} is not a moving average"
         yield Finding("warning", "ema_rate", text, "leave ema_rate out, or use teacher ema")
 
 
