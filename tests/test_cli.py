@@ -254,6 +254,7 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ({"lora_r": 0}, "lora_r is 0: expected a number above 0 (Rank"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0: expected a number at least 0 and below 1 (LoRA dropout.)"),
         ({"log_prob_floor": 0.5}, "log_prob_floor is 0.5: expected a number below 0 or none"),
+        ({"learning_rate": "a"}, "learning_rate is 'a': expected a number above 0"),
         ({"learning_rate": math.nan}, "learning_rate is nan: expected a finite number"),
         ({"learning_rate": math.inf}, "learning_rate is inf: expected a finite number"),
         ({"weight_decay": math.nan}, "weight_decay is nan: expected a finite number"),

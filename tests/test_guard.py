@@ -425,7 +425,7 @@ def test_examples_of_other_types(value, complaint, checkpoint, tmp_path):
 
 
 BROKEN = """
-from firedistill import Task
+from firedistill import Task, task
 import sys
 
 class Raises(Task):
@@ -440,7 +440,16 @@ class Loads(Task):
 class Lacks:
     def examples(self, *arguments): ...
 
+class Refuses(Task):
+    def examples(self, *arguments): raise ValueError("no such row")
+
 def nothing(): ...
+
+@task
+def rows(): ...
+
+@task("{rows}", answer="exact")
+def judged(row, response): return 1 / 0
 """
 
 
@@ -451,16 +460,23 @@ def nothing(): ...
         ("NeedsMore", r"broken_task:NeedsMore\(\) raised TypeError: .*path"),
         ("Lacks", "broken_task:Lacks is not a task: derive it from firedistill.Task"),
         ("nothing", "broken_task:nothing is not a task"),
+        ("rows", r"broken_task:rows is decorated without parentheses: write @task\(\), or @task\(answer=...\)"),
         ("Raisse", "broken_task has no Raisse; did you mean Raises"),
     ],
 )
 def test_classes_that_are_no_tasks(name, complaint, tmp_path, monkeypatch):
-    (tmp_path / "broken_task.py").write_text(BROKEN)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1?", "answer": "a"}\n' * 5)
+    (tmp_path / "broken_task.py").write_text(BROKEN.replace("{rows}", str(tmp_path / "rows.jsonl")))
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=complaint):
         load_task(f"broken_task:{name}")
     with pytest.raises(TaskFault, match=r"examples\('train'\) of Loads raised LookupError: no such row"):
         GuardedTask(load_task("broken_task:Loads")).examples("train")
+    with pytest.raises(TaskFault, match=r"examples\('train'\) of Refuses raised ValueError: no such row"):
+        GuardedTask(load_task("broken_task:Refuses")).examples("train")
+    judged = GuardedTask(load_task("broken_task:judged"))
+    with pytest.raises(TaskFault, match="verify of TableTask 'judged' raised ZeroDivisionError"):
+        judged.judge(judged.examples("train")[0], "a")
 
 
 @pytest.mark.parametrize("source", ["raise SystemExit(3)", "1 / 0", "def", "import sys; sys.exit()", "raise BaseException"])
