@@ -22,6 +22,7 @@ from firedistill.ops.head import chunked_token_loss
 from firedistill.rollout import Sampling
 from firedistill.rollouts.merging import merged_bytes
 from firedistill.rollouts.sampling import CANDIDATES, choose_tokens, draw
+from firedistill.teacher.ema import EMAWeights
 from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer, save_checkpoint
 
 GPU = torch.device("cuda")
@@ -278,6 +279,13 @@ def test_draws_add_integers_only(sampling):
         tokens = choose_tokens(scores, sampling, uniforms)
     assert {dtype for name, dtype in operations.found if name.startswith("cumsum")} == {torch.int64}
     assert torch.equal(draw(scores, sampling, uniforms, 500), tokens) and CANDIDATES < 500
+
+
+def test_the_distance_of_the_teacher_takes_as_many_operations_for_many_parameters():
+    weights = EMAWeights(torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(20))), 0.1)
+    with Operations() as operations:
+        assert weights.distance() == 0
+    assert len([name for name, _ in operations.found if name != "detach"]) <= 3
 
 
 class Watched(torch.nn.Linear):

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from firedistill.models.states import inference_mode
 
@@ -83,8 +84,8 @@ class EMAWeights:
     @torch.no_grad()
     def distance(self) -> float:
         """Euclidean distance between teacher and student in parameter space."""
-        squares = [(p.detach().float() - self.shadow[name]).square().sum() for name, p in self.parameters.items()]
-        return float(torch.stack(squares).sum().sqrt())
+        students = [p.detach().float() for p in self.parameters.values()]
+        return float(get_total_norm(torch._foreach_sub(students, list(self.shadow.values()))))
 
     def save(self, folder: str | Path) -> None:
         save_file({name: tensor.contiguous() for name, tensor in self.shadow.items()}, Path(folder) / "teacher.safetensors")
