@@ -126,7 +126,7 @@ def test_what_is_not_a_judge_file_is_refused(tmp_path):
         (tmp_path / "j.yaml").write_text(content)
         with pytest.raises(ValueError, match=message):
             load_judge(tmp_path / "j.yaml")
-    with pytest.raises(OSError, match="none.yaml"):
+    with pytest.raises(ValueError, match="none.yaml', and there is no such file: expected a judge file"):
         load_judge(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="there is no name 'row.hint'"):
         Judge(load_judge(judge_file(tmp_path, "http://host/v1", prompt="{response} {row.hint}")))

@@ -119,7 +119,7 @@ def test_a_package_does_not_replace_what_is_built_in(installed, caplog):
         (load_objective, "no_module", r"'no_module' of the package firedistill-extras 1.2 \(firedistill_extras.nowhere:Calm\)"),
         (load_objective, "raises", r"cannot be loaded: importing firedistill_extras.broken raised ZeroDivisionError"),
         (load_objective, "no_method", "method 'no_method' is not a subclass of firedistill.objectives.Objective"),
-        (load_objective, "clam", "unknown method 'clam'; known are calm, "),
+        (load_objective, "clam", "unknown method 'clam'; did you mean calm.; known are calm, "),
         (load_task, "no_task", "no_task is not a task: derive it from firedistill.Task"),
         (load_task, "ecko", "unknown task 'ecko'. Did you mean echo"),
     ],

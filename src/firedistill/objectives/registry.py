@@ -52,7 +52,7 @@ def objective_class(name: str) -> type[Objective]:
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"method {name!r} could not be loaded: {error}") from error
     if cls is None:
-        known = sorted([*_REGISTRY, *plugins(METHODS)])
+        known = sorted({*_REGISTRY, *plugins(METHODS)})
         raise ValueError(
             f"unknown method {name!r}{nearest(name, known)}; known are {', '.join(known)}, or module:Class or file.py:Class"
         )

@@ -130,7 +130,7 @@ def load_judge(path: str | Path) -> JudgeFile:
     """Read a judge file.
 
     Raises:
-        ValueError: an entry is unknown, missing or wrong; names the file and the entry.
+        ValueError: there is no such file, or an entry is unknown, missing or wrong; names the file and the entry.
         OSError: it cannot be read.
     """
     path = Path(path).expanduser()
