@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 import yaml
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from firedistill.coerce import is_secret
@@ -141,7 +141,7 @@ class SelfDistillConfig(TrainingArguments):
     )
     teacher: str = method_setting(
         "ema",
-        "Who re-scores the responses: 'ema' (moving average of the student), 'student' (its present weights), 'initial' (the student "
+        "Who re-scores the responses: 'ema' (moving average of the student), 'student' (its current weights), 'initial' (the student "
         "before the first step), the folder of a LoRA adapter of the same base model, or a model with the same tokenizer, named as in "
         "--model.",
         effect="place",
@@ -152,11 +152,11 @@ class SelfDistillConfig(TrainingArguments):
     )
     teacher_dtype: str | None = method_setting(
         None,
-        "Data type of a teacher that is a model of its own; by default that of --model_dtype.",
+        "Data type of a teacher that is a separate model; by default that of --model_dtype.",
         choices=("bfloat16", "float32"),
     )
     teacher_quantization: str | None = method_setting(
-        None, "'nf4' loads a teacher that is a model of its own in 4 bits.", choices=("nf4",)
+        None, "'nf4' loads a teacher that is a separate model in 4 bits.", choices=("nf4",)
     )
     attribution_groups: list[str] = method_setting(
         [], "Fields to remove together, as PATTERN=GROUP: 'test_*=tests' makes one group of all fields with such names."
@@ -503,13 +503,16 @@ class SelfDistillConfig(TrainingArguments):
 
     def _check_optimizer_arguments(self) -> None:
         """Refuse an entry of `optim_args` that the optimizer cannot use, or that changes nothing: transformers ignores it."""
+        if not self.optim_args:
+            return
+        from transformers import Trainer  # not at the top: its import takes 0.3 s, and most runs set no optim_args
 
         def arguments(optim_args: str | None) -> dict[str, Any]:
             changed = copy.copy(self)
             changed.optim_args = optim_args
             return Trainer.get_optimizer_cls_and_kwargs(changed)[1]
 
-        for entry in (self.optim_args or "").split(",") if self.optim_args else []:
+        for entry in self.optim_args.split(","):
             if entry.count("=") != 1:
                 raise ValueError(f"optim_args has {entry!r}: expected NAME=VALUE, separated by commas")
             try:

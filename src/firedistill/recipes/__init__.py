@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig, without_effect
-from firedistill.imports import METHODS, plugins
-from firedistill.objectives import load_objective, registered_objectives
+from firedistill.objectives import load_objective
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import nearest, shortened
 
@@ -147,12 +146,6 @@ def check_method(name: str, settings: Mapping[str, Any]) -> None:
     Raises:
         OptionError: no such method, no such setting of it, or an invalid value.
     """
-    known = sorted({*registered_objectives(), *plugins(METHODS)})
-    if ":" not in name and name not in known:
-        listed = ", ".join(known)
-        raise OptionError(
-            f"unknown method {name!r}{nearest(name, known)}; known are {listed}, or module:Class or file.py:Class"
-        )
     try:
         load_objective(name, settings)
     except ValueError as error:
