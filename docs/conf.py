@@ -18,7 +18,7 @@ release = version = firedistill.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["_build", "README.md"]  # README.md is the index on a code host
-myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
 default_role = "code"  # single backticks in docstrings
 autodoc_member_order = "bysource"
@@ -43,6 +43,11 @@ ON_THE_SITE = {  # links that a code host can follow, and the generated pages th
     "../src/firedistill/config.py": "reference/options.md",
     "../src/firedistill/functional.py": "reference/api.md#the-equations",
 }
+SCHEMES = ("light", "dark")
+PICTURE = re.compile(  # an image per colour scheme, as a code host shows it
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
+    r'<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>\n'
+)
 
 
 def options_page() -> str:
@@ -115,6 +120,16 @@ def outside_links(app: object, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^\]]+)\]\(\.\./([^)#]+?)(?:#[^)]*)?\)", r"\1 (`\2` in the repository)", source[0])
 
 
+def pictures(app: object, page: str, source: list[str]) -> None:
+    """A figure per colour scheme, which follows the site's switch between them."""
+
+    def figures(found: re.Match[str]) -> str:
+        blocks = (f"```{{figure}} {found[scheme]}\n:alt: {found['alt']}\n:figclass: only-{scheme}\n```\n" for scheme in SCHEMES)
+        return "\n".join(blocks)
+
+    source[0] = PICTURE.sub(figures, source[0])
+
+
 def inline_formula(translator, node: nodes.Element) -> None:  # type: ignore[no-untyped-def]
     translator.body.append(convert(node.astext()))
     raise nodes.SkipNode
@@ -128,4 +143,5 @@ def formula(translator, node: nodes.Element) -> None:  # type: ignore[no-untyped
 def setup(app):  # type: ignore[no-untyped-def]
     app.connect("builder-inited", write_generated)
     app.connect("source-read", outside_links)
+    app.connect("source-read", pictures)
     app.add_html_math_renderer("mathml", inline_renderers=(inline_formula, None), block_renderers=(formula, None))
