@@ -332,9 +332,10 @@ def own_method(toy, monkeypatch):
 def test_a_method_of_ones_own_is_planned_with_its_settings(toy, own_method):
     recipe = toy.parent / "toy.yaml"
     recipe.write_text(recipe.read_text() + "methods: {calm.py:Calm: {method_settings: {patience: 2}}}\n")
-    toy.write_text("blocks: [{recipes: [toy.yaml], methods: [calm.py:Calm]}]")
-    (run,) = make_plan(str(toy)).runs
-    assert (run.id, run.method) == ("toy-calm.py-Calm-seed0", "calm.py:Calm")
+    for name in ("calm.py:Calm", "./calm.py:Calm"):
+        toy.write_text(f"blocks: [{{recipes: [toy.yaml], methods: ['{name}']}}]")
+        (run,) = make_plan(str(toy)).runs
+        assert (run.id, run.method) == ("toy-calm.py-Calm-seed0", name)
     toy.write_text("blocks: [{recipes: [toy.yaml], methods: [calm.py:Calm], settings: {method_settings: {patiense: 2}}}]")
     with pytest.raises(ValueError, match="'calm.py:Calm' has no setting 'patiense'; did you mean 'patience'"):
         make_plan(str(toy))
