@@ -529,7 +529,7 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
         yield Finding("warning", "held-out data", "there is none, so nothing is evaluated", "name some by eval_data")
     warmup = args.get_warmup_steps(args.max_steps)
     if warmup >= args.max_steps > 1:
-        text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and hardly reaches its peak"
+        text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and does not reach its peak"
         yield Finding("warning", "warmup_steps", text, "lower warmup_steps")
     if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
         text = f"{len(missing)} examples have no gold solution: {named(missing)}"

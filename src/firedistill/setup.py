@@ -74,7 +74,7 @@ class Setup:
     decided: dict[str, str] = field(default_factory=dict)
 
     def teacher(self, limit: BatchLimit) -> Teacher:
-        """The teacher of the settings; its average starts at the present weights of the student.
+        """The teacher of the settings; its average starts at the current weights of the student.
 
         Args:
             limit: padded tokens per forward pass.

@@ -128,7 +128,7 @@ class Decoder:
             self.layers.append(FixedLayer(keys, values, self.tensors["column"]))
 
     def choose_kind(self, sampling: Sampling) -> None:
-        """Let `advance` use the graphs of these parameters and of the present weights."""
+        """Let `advance` use the graphs of these parameters and of the current weights."""
         self.addresses = tuple(tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers()))
         key = replace(sampling, max_new_tokens=0), self.addresses
         if key not in self.kinds:

@@ -29,7 +29,7 @@ class HFRolloutEngine:
     The loop in `decoding.py` samples where `can_decode` allows it, and `generate` of `transformers` elsewhere. The sampling
     parameters mean the same in both.
 
-    With `merge_adapter` a call runs on copies `W + s B A` of the adapted projections, made from the present weights and dropped
+    With `merge_adapter` a call runs on copies `W + s B A` of the adapted projections, made from the current weights and dropped
     afterwards (`merging.py`). The copies take as much memory as the projections; in bfloat16 on a CPU they are packed for its
     kernels, and so is a copy of the output projection. Their rounding differs from that of the unmerged model: on SmolLM2-135M in
     bfloat16 with a trained adapter, KL(merged || unmerged) is 1.0e-3 per token, and each of the two is 0.65e-3 away from the same

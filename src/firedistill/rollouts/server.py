@@ -107,7 +107,7 @@ class VLLMServerEngine(RemoteEngine):
     # ---- Weights ---------------------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> str:
-        """Register the present weights with all servers; returns their name."""
+        """Register the current weights with all servers; returns their name."""
         with self.metrics.timed("seconds_export", self.model.device):
             version = f"firedistill-{self.run}-{version_of(self.model)}"
             if version in self.versions:

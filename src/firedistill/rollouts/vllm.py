@@ -225,7 +225,7 @@ class VLLMEngine(RemoteEngine):
     # ---- Weights ---------------------------------------------------------------------------------------------------------------------
 
     def _hand_over(self) -> Any:
-        """Make the engine use the present weights; returns the LoRA request that names them, or None for merged weights."""
+        """Make the engine use the current weights; returns the LoRA request that names them, or None for merged weights."""
         with self.metrics.timed("seconds_export", self.device):
             version = version_of(self.model)
             if version in self.versions:

@@ -1,4 +1,4 @@
-"""Hands the student's present weights to an engine in another process: as an adapter, or as merged projections.
+"""Hands the student's current weights to an engine in another process: as an adapter, or as merged projections.
 
 Every version has a name that is a hash of its contents, so that equal weights are handed over once and no cache that is keyed by names
 or paths can serve another version's keys and values.

@@ -117,7 +117,7 @@ class EMAWeights:
 
 
 class FixedWeights:
-    """The weights of a teacher that is a model of its own: they never change, and checkpoints do not hold them."""
+    """The weights of a teacher that is a separate model: they never change, and checkpoints do not hold them."""
 
     rate = 0.0
 

@@ -35,7 +35,7 @@ class Teacher:
     the student's own prompt.
 
     Args:
-        model: the student with its adapter; the teacher puts its own weights into it while it reads. A model of its own is named by
+        model: the student with its adapter; the teacher puts its own weights into it while it reads. A separate model is named by
             `weights`.
         task: builds the prompts.
         encoder: tokenizes them.
@@ -47,8 +47,8 @@ class Teacher:
         feedback: False gives every view the student's own prompt.
         groups: by patterns of field names, the groups of fields that are removed together.
         most_views: views without a field or group that a response may have; of more, neighbouring ones are removed together.
-        weights: of a model of its own; by default an average of the student with the given rate.
-        vocabulary_size: V of the student's head, to which the head of a model of its own is cut; by default its own.
+        weights: of a separate model; by default an average of the student with the given rate.
+        vocabulary_size: V of the student's head, to which the head of a separate model is cut; by default its own.
 
     Attributes:
         metrics: tokens and seconds that reading took since `take_metrics`.
@@ -193,7 +193,7 @@ class Teacher:
         return states
 
     def forget(self) -> None:
-        """Free the keys and values of what was read; they hold for the present weights only."""
+        """Free the keys and values of what was read; they hold for the current weights only."""
         self.caches.clear()
 
     def take_metrics(self) -> Metrics:
