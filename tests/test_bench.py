@@ -84,7 +84,10 @@ TINY = {
 def results(tmp_path_factory):
     """The JSON files of `firedistill bench --quick`, by benchmark."""
     folder = tmp_path_factory.mktemp("bench")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # Where trl is installed, its notice and its use of what transformers has deprecated would be errors.
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+        warnings.simplefilter("ignore", FutureWarning)
         for name, sizes in TINY.items():
             patch.setitem(load_benchmark(name).SIZES, "quick", sizes)
         assert cli.main(["bench", "--quick", "-o", str(folder)]) == 0
