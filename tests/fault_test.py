@@ -247,7 +247,7 @@ def last_line(text: str) -> str:
 
 
 def chosen(places: Iterable[Place], every: int, once: bool) -> list[int]:
-    """The numbers of the operations to try: every so many, and of each place in the program only one if `once`."""
+    """The numbers of the operations to try: every `every`-th, and of each place in the program only one if `once`."""
     known, numbers = set(), []
     for place in places:
         if not (once and place.kind in known):
@@ -268,7 +268,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=COMMANDS, default="train")
     parser.add_argument("--errno", default="ENOSPC", choices=["ENOSPC", "EDQUOT", "EIO", "EACCES", "short"])
-    parser.add_argument("--every", type=int, default=1, help="only every so many operations")
+    parser.add_argument("--every", type=int, default=1, help="only every Nth operation")
     parser.add_argument("--places", action="store_true", help="one operation for each file and place in the program")
     parser.add_argument("--only", type=int, nargs="+", help="these operations")
     options = parser.parse_args()

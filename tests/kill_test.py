@@ -275,7 +275,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", nargs="+", choices=KINDS, metavar="KIND", help=f"one of {', '.join(KINDS)}; fire")
     parser.add_argument("--kills", type=int, default=20, help="for each kind")
-    parser.add_argument("--campaign", type=int, metavar="KILLS", help="divide so many kills over all kinds")
+    parser.add_argument("--campaign", type=int, metavar="KILLS", help="divide this number of kills over all kinds")
     parser.add_argument("--every", action="store_true", help="kill at every file operation, one after the other")
     parser.add_argument("--workers", type=int, default=1, help="number of kinds at the same time")
     parser.add_argument("--steps", type=int, default=4)

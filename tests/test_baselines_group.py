@@ -430,7 +430,7 @@ def test_advantages_of_equal_rewards_are_exactly_zero(size, reward, deviation, d
 
 
 def logits_of_support(*sizes) -> torch.Tensor:
-    """`[1, T, 4]` logits uniform over so many tokens, of entropy `log size`."""
+    """`[1, T, 4]` logits uniform over `size` tokens, of entropy `log size`."""
     return torch.where(torch.arange(4) < torch.tensor(sizes).unsqueeze(-1), 0.0, -torch.inf).double().unsqueeze(0)
 
 

@@ -924,7 +924,7 @@ def test_report_of_runs(run, recipe, tmp_path, firedistill):
     assert told.status == 2 and "xyz" in told.err
 
 
-# ---- What is shown while a run goes on -----------------------------------------------------------------------------------------
+# ---- What is shown during a run -------------------------------------------------------------------------------------------------
 
 
 def shown(steps, evaluations=()):

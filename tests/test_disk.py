@@ -116,7 +116,7 @@ def test_half_a_row_never_spoils_the_next(tmp_path):
 
 
 class FullFor:
-    """A trainer's `write_adapter` that finds the disk full for so many times, except in temporary folders."""
+    """A trainer's `write_adapter` that finds the disk full `times` times, except in temporary folders."""
 
     def __init__(self, trainer: SelfDistillTrainer, times: int, number: int = errno.ENOSPC):
         self.write, self.times, self.number = trainer.write_adapter, times, number

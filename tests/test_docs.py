@@ -2,7 +2,7 @@
 
 A command line runs up to the point where a model would be loaded (a training, an evaluation, an inspection) or measured (a benchmark):
 its recipe, options, method and task have been understood by then. Reports and the dry runs of suites are run to their end, and what
-goes on with a run or looks at one is run on a tiny model. Not run: what needs a GPU, several machines, or a model of the hub.
+resumes or inspects a run is run on a tiny model. Not run: what needs a GPU, several machines, or a model of the hub.
 """
 
 from __future__ import annotations

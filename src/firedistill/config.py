@@ -307,7 +307,7 @@ class SelfDistillConfig(TrainingArguments):
         None, f"Run directory, where {{option}} stands for the value of an option; by default {RUN_FOLDER}.", effect="none"
     )
     eval_steps: float | None = run_setting(
-        25, "Evaluate before and after training, and every so many steps between (0: never).", effect="none", at_least=0
+        25, "Evaluate before and after training, and every N steps in between (0: never).", effect="none", at_least=0
     )
     eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
     eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
@@ -325,7 +325,7 @@ class SelfDistillConfig(TrainingArguments):
     )
     policy_kl_every: int = run_setting(
         0,
-        "Measure KL(before || after) on the step's tokens, and the weight step, in the first step and every so many (0: never).",
+        "Measure KL(before || after) on the step's tokens, and the size of the weight update, every N steps from the first (0: never).",
         effect="none",
         at_least=0,
     )
@@ -607,9 +607,9 @@ class WarmStartConfig(SelfDistillConfig):
     learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
     warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
     eval_steps: float | None = run_setting(
-        0, "Evaluate every so many steps (0: never in between), and always before the first and after the last."
+        0, "Evaluate every N steps (0: never in between), and always before the first and after the last."
     )
-    save_steps: float = run_setting(1_000_000, "Write a checkpoint every so many steps, and after the last.")
+    save_steps: float = run_setting(1_000_000, "Write a checkpoint every N steps, and after the last.")
 
     feedback_share: float = training_setting(
         0.0,

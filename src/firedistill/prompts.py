@@ -190,7 +190,7 @@ def grouped(feedback: Sequence[FeedbackField], groups: Mapping[str, str]) -> tup
 
 
 def joined(feedback: Sequence[FeedbackField], most: int | None) -> tuple[FeedbackField, ...]:
-    """The feedback with at most so many fields or groups: of more, neighbouring ones are joined to groups of even sizes.
+    """The feedback with at most `most` fields or groups: of more, neighbouring ones are joined to groups of even sizes.
 
     A new group has the names of its first and last member, `test_5..test_8`.
     """

@@ -178,7 +178,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def limit_waiting(model: nn.Module, seconds: float) -> None:
-    """Let all communication, the gathering of weights included, fail after so many seconds; nothing if there is one process.
+    """Limit the seconds that all communication may take, the gathering of weights included; nothing if there is one process.
 
     transformers passes `ddp_timeout` on to accelerators only.
     """

@@ -16,7 +16,7 @@ NORMAL_95 = 1.959964
 
 
 def wilson(shares: ndarray, counts: ndarray) -> tuple[ndarray, ndarray]:
-    """The ends of the 95 % interval of Wilson (1927) for shares of so many problems; NaN where a share or a count is none."""
+    """The ends of the 95 % interval of Wilson (1927) for shares of `counts` problems; NaN where a share or a count is missing."""
     known = (shares >= 0) & (shares <= 1) & (counts >= 1) & np.isfinite(counts)
     p, n = np.where(known, shares, np.nan), np.where(known, counts, np.nan)
     shrink = 1 + NORMAL_95**2 / n

@@ -18,7 +18,7 @@ from firedistill.report.read import Run
 
 # The chart on which an event is marked, by the column that shows it.
 CHART_OF_COLUMN = {chart.y: chart.name for chart in reversed([*CHARTS, *MEASURES])} | {"truncated_rate": "response-length"}
-# Points of a curve; fewer points are left to the tables. Curves of so many points have markers.
+# Points of a curve: the most that are drawn, the fewest (shorter curves are left to the tables), and the most with markers.
 MOST_POINTS, FEWEST_POINTS, MARKED = 600, 3, 30
 # Characters in a line of a name, on narrow and on wide screens.
 NAME_WIDTHS = (13, 21)

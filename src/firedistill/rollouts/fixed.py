@@ -28,7 +28,7 @@ from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens per row between two looks of the host
-WINDOW = 256  # attention reads a multiple of so many columns; each multiple has its own graph
+WINDOW = 256  # attention reads a multiple of this number of columns; each multiple has its own graph
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
 
@@ -43,7 +43,7 @@ def can_fix(model: PreTrainedModel) -> bool:
 
 
 def power_of_two(rows: int) -> int:
-    """The rows of the tensors for so many sequences."""
+    """The rows of the tensors for a number of sequences."""
     return 1 << (rows - 1).bit_length()
 
 
@@ -59,7 +59,7 @@ class FixedLayer(StaticLayer):
         self.show(*keys.shape[:3:2])
 
     def show(self, rows: int, columns: int) -> None:
-        """Let attention read so many rows and columns."""
+        """Let attention read this number of rows and columns."""
         self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class Decoder:
         self.pool: Any = None  # memory that all graphs use, one after the other
 
     def reserve(self, like: Sequence[tuple[Tensor, Tensor]], rows: int, columns: int, vocabulary: int) -> None:
-        """Make room for so many rows and columns, with keys and values `like` these of each layer. Drops all graphs if it grows."""
+        """Make room for `rows` and `columns`, with keys and values `like` these of each layer. Drops all graphs if it grows."""
         if self.rows >= rows and self.columns >= columns:
             return
         rows, columns = max(rows, self.rows), max(columns, self.columns)
@@ -179,7 +179,7 @@ class Decoder:
         at["column"] += 1
 
     def window(self, rows: int, column: int) -> int:
-        """Let attention read so many rows, and the columns up to the first multiple of `WINDOW` past this one; returns their number."""
+        """Let attention read `rows` and the columns up to the first multiple of `WINDOW` past this one; returns their number."""
         window = min(-(-(column + 1) // WINDOW) * WINDOW, self.columns)
         if self.shown != (rows, window):
             self.shown = rows, window

@@ -91,7 +91,7 @@ class StopRequest(TrainerCallback):
             signal.signal(signal.SIGTERM, end_later)
 
     def wait(self, seconds: float) -> None:
-        """Sleep until a signal is recorded, or for so many seconds."""
+        """Sleep until a signal is recorded, or for this number of seconds."""
         until = time.monotonic() + seconds
         while self.signal is None and time.monotonic() < until:
             time.sleep(min(0.2, seconds))

@@ -102,7 +102,7 @@ def read(model: nn.Module, readings: Sequence[Reading], most_tokens: int) -> int
 
 
 def passes(readings: Sequence[Reading], most_tokens: int) -> Iterator[list[Reading]]:
-    """The readings in their order, in lists of at most so many tokens, or of one reading."""
+    """The readings in their order, in lists of at most `most_tokens` tokens, or of one reading."""
     batch: list[Reading] = []
     for reading in readings:
         if batch and sum(len(other.rest) for other in (*batch, reading)) > most_tokens:
