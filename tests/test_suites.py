@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from firedistill import recipes
+from firedistill import SelfDistillConfig, recipes
 from firedistill.cli import main as cli
 from firedistill.cli import suite as command
 from firedistill.run.checkpoints import newest_checkpoint, step_of
@@ -161,12 +161,25 @@ def test_the_authors_subsets_follow_the_seed(toy, tmp_path):
         make_plan("table1-subsets", options={"eval_subset_seed": "3"})
 
 
-@pytest.mark.parametrize("name", [name for name in built_in_suites() if name.startswith("study")])
-def test_the_studies_have_five_seeds_of_every_run(name):
+@pytest.mark.parametrize("name", [name for name in built_in_suites() if name.startswith("study") and name != "study-asdiv"])
+def test_the_studies_of_the_lab_model_have_five_seeds_of_every_run(name):
     plan = make_plan(name)
     by_run = Counter(run.id.removesuffix(f"-seed{run.seed}") for run in plan.runs)
     assert set(by_run.values()) == {5} and {run.seed for run in plan.runs} == {0, 1, 2, 3, 4}
     assert all(run.recipe == "lab" and run.settings["eval_samples"] == 8 for run in plan.runs)
+
+
+def test_the_study_of_asdiv_has_the_settings_and_the_largest_rate_of_the_paper():
+    runs = make_plan("study-asdiv").runs
+    rates = [("fire", 1.6e-5), ("full_context", 1.6e-5), ("fire", 4e-6), ("full_context", 4e-6)]
+    assert [(run.method, pytest.approx(run.learning_rate)) for run in runs] == rates
+    for run in runs:
+        config = recipes.build_config(SelfDistillConfig, run.recipe, {"use_cpu": True, **run.settings})
+        assert config.nominal_learning_rate == 5e-7 and (config.warmup_steps, config.max_steps, config.max_new_tokens) == (
+            25,
+            200,
+            320,
+        )
 
 
 def test_the_labels_of_blocks_tell_runs_apart():
@@ -376,7 +389,7 @@ def test_no_plan_is_refused_in_words(text, tmp_path):
 
 
 def test_every_built_in_suite_can_be_read():
-    studies = [f"study-{name}" for name in ("controls", "noise", "parts", "rates", "steps", "tropd")]
+    studies = [f"study-{name}" for name in ("asdiv", "controls", "noise", "parts", "rates", "steps", "tropd")]
     assert built_in_suites() == ["ablation", "lab", "lab-rates", "lr-sweep", *studies, "table-14b", "table1", "table1-subsets"]
     assert all(read_suite(name)[1]["title"] for name in built_in_suites())
 
