@@ -323,6 +323,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "noise-costs": ("study-noise", noise_costs),
     "steps-1": ("study-steps", lambda table: steps(table, 1)),
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
+    "steps-16": ("study-steps", lambda table: steps(table, 16)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
     "rates": ("study-rates", lambda table: rates(table, accuracies)),
