@@ -43,7 +43,6 @@ ON_THE_SITE = {  # links that a code host can follow, and the generated pages th
     "../src/firedistill/config.py": "reference/options.md",
     "../src/firedistill/functional.py": "reference/api.md#the-equations",
 }
-SCHEMES = ("light", "dark")
 PICTURE = re.compile(  # an image per colour scheme, as a code host shows it
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(?P<dark>[^"]+)">\s*'
     r'<img alt="(?P<alt>[^"]+)" src="(?P<light>[^"]+)">\s*</picture>\n'
@@ -124,10 +123,15 @@ def pictures(app: object, page: str, source: list[str]) -> None:
     """A figure per colour scheme, which follows the site's switch between them."""
 
     def figures(found: re.Match[str]) -> str:
-        blocks = (f"```{{figure}} {found[scheme]}\n:alt: {found['alt']}\n:figclass: only-{scheme}\n```\n" for scheme in SCHEMES)
+        blocks = (
+            f"```{{figure}} {found[scheme]}\n:alt: {found['alt']}\n:figclass: only-{scheme}\n```\n"
+            for scheme in ("light", "dark")
+        )
         return "\n".join(blocks)
 
     source[0] = PICTURE.sub(figures, source[0])
+    if "<picture" in source[0]:
+        raise ValueError(f"{page}: a picture is not of the form that PICTURE in docs/conf.py describes")
 
 
 def inline_formula(translator, node: nodes.Element) -> None:  # type: ignore[no-untyped-def]

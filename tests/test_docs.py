@@ -509,10 +509,12 @@ def anchors_of(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_are_there(page):
-    """Its links with their anchors, and the scripts and tests in its text."""
+    """Its links with their anchors, its pictures, and the scripts and tests in its text."""
     text = text_of(page)
     scripts = re.findall(r"\b(?:tests|examples|benchmarks)/\w+\.(?:py|sh)", text)
     missing = [script for script in scripts if not (ROOT / script).exists()]
+    images = re.findall(r'\b(?:src|srcset)="([^"]+)"', text)
+    missing += [image for image in images if not ((ROOT / page).parent / image).is_file()]
     generated = {"reference/options.md", "reference/methods.md"}  # by docs/conf.py, not in the repository
     for link in re.findall(r"\]\(([^):]+)\)", text):
         name, _, anchor = link.partition("#")

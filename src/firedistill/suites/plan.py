@@ -215,7 +215,7 @@ def runs_of(
                 base = resolved("train", recipe, settings, places)
                 settings["learning_rate"] = base.learning_rate * factor
                 settings["nominal_learning_rate"] = base.nominal_learning_rate or base.learning_rate
-            named = re.sub(r"[/\\:]+", "-", method).lstrip(".-")  # a method may be a file's, ./calm.py:Calm
+            named = re.sub(r"[/\\:]+", "-", method).lstrip(".-")  # of ./calm.py:Calm, calm.py-Calm
             parts = [short(recipe), named, label, f"lr{rate}" if rate else "", f"seed{seed}"]
             variant = " ".join(filter(None, [label, rate]))
             yield planned("-".join(filter(None, parts)), "train", recipe, settings, variant, needs, places)
