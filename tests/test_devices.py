@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer, setup
 from firedistill.checks import chosen_for_the_device
-from firedistill.memory import free_memory, total_memory, unused_memory
+from firedistill.memory import free_memory, held_memory, total_memory, unused_memory
 from firedistill.models import loading
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
@@ -49,6 +49,19 @@ def test_the_processes_of_a_host_share_its_memory(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert total_memory() == total // 8
     assert unused_memory(torch.device("cpu")) == pytest.approx(whole / 8, rel=0.2)
+
+
+def test_a_mapped_file_counts_once_as_memory_that_may_be_used(tmp_path, monkeypatch):
+    """Its pages are resident in this process and available to all of them, so what it holds itself is all that is added."""
+    monkeypatch.setattr("firedistill.memory.unused_memory", lambda device: 0)
+    cpu, size = torch.device("cpu"), 64 << 20
+    (tmp_path / "weights").write_bytes(bytes(size))
+    free, held = free_memory(cpu), held_memory(cpu)
+    weights = torch.from_file(str(tmp_path / "weights"), shared=True, size=size // 4)
+    assert float(weights.sum()) == 0, "every page is read"
+    assert held_memory(cpu) - held > 0.9 * size and abs(free_memory(cpu) - free) < 0.1 * size
+    own = torch.ones(size // 4)
+    assert free_memory(cpu) - free > 0.9 * own.nbytes
 
 
 def open_settings(**changes) -> SimpleNamespace:

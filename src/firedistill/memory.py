@@ -166,8 +166,20 @@ def total_memory() -> int | None:
 
 
 def free_memory(device: torch.device) -> float | None:
-    """Bytes that this process may use in total: what it may still allocate, and what it has. None if that is unknown."""
+    """Bytes that this process may use in total: what it may still allocate, and what it has. None if that is unknown.
+
+    In the machine's memory, pages of mapped files such as weights count once: `unused_memory` already includes them.
+    """
     unused = unused_memory(device)
     if unused is None:
         return None
-    return unused + (torch.cuda.memory_allocated(device) if device.type == "cuda" else held_memory(device) or 0)
+    return unused + (torch.cuda.memory_allocated(device) if device.type == "cuda" else _anonymous_memory())
+
+
+def _anonymous_memory() -> int:
+    """Bytes that this process holds in the machine's memory and that no file backs; 0 if that is unknown."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * mmap.PAGESIZE
