@@ -1,10 +1,12 @@
 """The numbers of docs/results.md, from the runs of the study suites.
 
     python docs/studies.py collect runs/study-parts    # a row per finished run in docs/studies/study-parts.csv; other rows stay
+    python docs/studies.py collect_steps runs/study-asdiv    # a row per step of every run in docs/studies/study-asdiv.csv
     python docs/studies.py tables                      # writes the tables between the marks in docs/results.md
 
 A row holds the settings that the study varies, the numbers of the last evaluation, statistics of the training log, and the answers to
-every held-out problem: `greedy` has a digit per problem, 1 for a right answer; `sampled` has the number of right samples.
+every held-out problem: `greedy` has a digit per problem, 1 for a right answer; `sampled` has the number of right samples. The row of a
+step holds its entry in the training log, and the evaluation after it where there is one.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ FINAL = [
 ]
 LOGGED = ["grad_norm", "policy_kl", "policy_kl_max", "policy_step", "max_bound_ratio"]  # median and largest
 WEIGHTS = ["alpha_format", "alpha_parser", "alpha_answer", "alpha_verifier", "alpha_hint"]  # mean
+OF_STEP = ["correct_rate", "generated_tokens", "grad_norm", "policy_kl", "chi_active", "step_scale", "train_seconds"]
+OF_EVALUATION = ["accuracy", "stderr", "lenient_accuracy", "well_formed_rate", "truncated_rate", "response_length"]
 RESAMPLES = 10_000
 
 
@@ -67,6 +71,24 @@ def collect(suite: Path) -> pd.DataFrame:
         row |= {"greedy": answers(run.folder, "eval", run.max_steps), "sampled": answers(run.folder, "sampled", run.max_steps)}
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def collect_steps(suite: Path) -> pd.DataFrame:
+    """A row per step of every run of a suite, finished or not; step 0 is the evaluation before training."""
+    from firedistill.report.read import read_suite
+
+    runs, tables = read_suite(suite)[0], []
+    for run in runs:
+        log = pd.read_json(run.folder / "metrics.jsonl", lines=True).set_index("step").reindex(columns=OF_STEP)
+        evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).set_index("step")[OF_EVALUATION]
+        evaluations["greedy"] = [answers(run.folder, "eval", step) for step in evaluations.index]
+        table = log.join(evaluations, how="outer").reset_index()
+        rate = re.search(r"-lr([\d.]+)x-", run.name)
+        table.insert(0, "method", run.method)
+        table.insert(1, "rate", float(rate[1]) if rate else 1.0)
+        table.insert(2, "seed", run.seed)
+        tables.append(table)
+    return pd.concat(tables)
 
 
 def answers(folder: Path, kind: str, step: int) -> str:
@@ -314,6 +336,36 @@ def behind_fire(found: pd.DataFrame, fire: pd.DataFrame) -> str:
     return "" if found["method"].iloc[0] == "fire" else apart(found, fire, "sampled")
 
 
+def evaluated(table: pd.DataFrame, rate: float) -> str:
+    """A row per evaluation and method: the steps since the evaluation before it, and the held-out answers."""
+    header = ["steps", "method", "sampled answers right, %", "gradient norm: median, largest"]
+    header += [
+        "policy KL of every fifth step, 1e-4 nats: median, largest",
+        "tokens outside of the radius, %",
+        "held-out right, %",
+    ]
+    header += ["minus Full Context's (95 %)", "lenient, %", "well-formed, %", "tokens per held-out answer"]
+    rows, table, before = [], select(table, rate=rate), 0
+    for step in sorted(table.loc[table["accuracy"].notna(), "step"].unique()):
+        for method in ("fire", "full_context"):
+            steps = select(table, method=method)
+            last, other = select(steps, step=step), select(table, method="full_context", step=step)
+            steps = steps[(steps["step"] > before) & (steps["step"] <= step)]
+            if last.empty or last["accuracy"].isna().all():
+                continue
+            row = [f"{before + 1} to {step}" if step else "before", f"`{method}`"]
+            row += [f"{100 * steps['correct_rate'].mean():.1f}"] if step else [""]
+            row += [f"{steps['grad_norm'].median():.2f}, {steps['grad_norm'].max():.2f}"] if step else [""]
+            row += [f"{1e4 * steps['policy_kl'].median():.1f}, {1e4 * steps['policy_kl'].max():.1f}"] if step else [""]
+            row += [f"{100 * steps['chi_active'].mean():.1f}"] if step and steps["chi_active"].notna().any() else [""]
+            row += [f"{100 * last['accuracy'].item():.1f} ± {100 * last['stderr'].item():.1f}"]
+            row += [apart(last, other, "greedy") if method == "fire" and step and other["accuracy"].notna().any() else ""]
+            row += [f"{100 * last[key].item():.1f}" for key in ("lenient_accuracy", "well_formed_rate")]
+            rows.append([*row, f"{last['response_length'].item():.0f}"])
+        before = step
+    return markdown(header, rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-1": ("study-parts", lambda table: parts(table, 1)),
     "parts-4": ("study-parts", lambda table: parts(table, 4)),
@@ -324,6 +376,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "steps-1": ("study-steps", lambda table: steps(table, 1)),
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "steps-16": ("study-steps", lambda table: steps(table, 16)),
+    "asdiv": ("study-asdiv", lambda table: evaluated(table, 4)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
     "rates": ("study-rates", lambda table: rates(table, accuracies)),
@@ -352,6 +405,10 @@ def main(arguments: list[str]) -> None:
                 rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS, kind="stable")
                 rows.to_csv(STUDIES / f"{name}.csv", index=False, float_format="%.6g")
                 print(f"{STUDIES / name}.csv: {len(rows)} finished runs")
+        case ["collect_steps", suite]:
+            path = STUDIES / f"{Path(suite).name}.csv"
+            collect_steps(Path(suite)).to_csv(path, index=False, float_format="%.6g")
+            print(f"{path}: written")
         case ["tables"]:
             PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         case _:

@@ -24,8 +24,10 @@ def test_a_row_agrees_with_its_answers():
     for path in (DOCS / "studies").glob("*.csv"):
         rows = pd.read_csv(path)
         for kind, column in (("greedy", "accuracy"), ("sampled", "sampled_accuracy")):
-            found = studies.matrix(rows, kind).mean(axis=1).to_numpy() / 100
-            np.testing.assert_allclose(found, rows[column], atol=1e-5)
+            if kind == "greedy" or column in rows:
+                evaluated = rows[rows[column].notna()]
+                found = studies.matrix(evaluated, kind).mean(axis=1).to_numpy() / 100
+                assert len(found) and found == pytest.approx(evaluated[column].to_numpy(), abs=1e-5)
 
 
 def rows_of(answers: dict[int, str]) -> pd.DataFrame:
