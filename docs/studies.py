@@ -354,10 +354,13 @@ def evaluated(table: pd.DataFrame, rate: float) -> str:
             if last.empty or last["accuracy"].isna().all():
                 continue
             row = [f"{before + 1} to {step}" if step else "before", f"`{method}`"]
-            row += [f"{100 * steps['correct_rate'].mean():.1f}"] if step else [""]
-            row += [f"{steps['grad_norm'].median():.2f}, {steps['grad_norm'].max():.2f}"] if step else [""]
-            row += [f"{1e4 * steps['policy_kl'].median():.1f}, {1e4 * steps['policy_kl'].max():.1f}"] if step else [""]
-            row += [f"{100 * steps['chi_active'].mean():.1f}"] if step and steps["chi_active"].notna().any() else [""]
+            trained = [
+                f"{100 * steps['correct_rate'].mean():.1f}",
+                f"{steps['grad_norm'].median():.2f}, {steps['grad_norm'].max():.2f}",
+                f"{1e4 * steps['policy_kl'].median():.1f}, {1e4 * steps['policy_kl'].max():.1f}",
+                f"{100 * steps['chi_active'].mean():.1f}",
+            ]
+            row += trained if step else [""] * len(trained)
             row += [f"{100 * last['accuracy'].item():.1f} ± {100 * last['stderr'].item():.1f}"]
             row += [apart(last, other, "greedy") if method == "fire" and step and other["accuracy"].notna().any() else ""]
             row += [f"{100 * last[key].item():.1f}" for key in ("lenient_accuracy", "well_formed_rate")]
