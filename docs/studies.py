@@ -42,6 +42,7 @@ WEIGHTS = ["alpha_format", "alpha_parser", "alpha_answer", "alpha_verifier", "al
 OF_STEP = ["correct_rate", "generated_tokens", "grad_norm", "policy_kl", "chi_active", "step_scale", "train_seconds"]
 OF_EVALUATION = ["accuracy", "stderr", "lenient_accuracy", "well_formed_rate", "truncated_rate", "response_length"]
 RESAMPLES = 10_000
+RATE = re.compile(r"(?:^|-)lr([\d.]+)x(?=$|-seed)")  # in the name of a run
 
 
 def collect(suite: Path) -> pd.DataFrame:
@@ -56,7 +57,7 @@ def collect(suite: Path) -> pd.DataFrame:
         evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).iloc[-1]
         log = pd.read_json(run.folder / "metrics.jsonl", lines=True)
         name = run.name.removeprefix(f"lab-{run.method}").removesuffix(f"-seed{run.seed}").strip("-")
-        rate = re.search(r"(?:^|-)lr([\d.]+)x$", name)
+        rate = RATE.search(name)
         row = {"method": run.method, "variant": name[: rate.start()] if rate else name, "rate": float(rate[1]) if rate else 1.0}
         row |= {"seed": run.seed} | {key: evaluations[key] for key in FINAL if key in evaluations}
         row |= {"sampled_right_last_tenth": log["correct_rate"].iloc[-len(log) // 10 :].mean()}
@@ -83,7 +84,7 @@ def collect_steps(suite: Path) -> pd.DataFrame:
         evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).set_index("step")[OF_EVALUATION]
         evaluations["greedy"] = [answers(run.folder, "eval", step) for step in evaluations.index]
         table = log.join(evaluations, how="outer").reset_index()
-        rate = re.search(r"-lr([\d.]+)x-", run.name)
+        rate = RATE.search(run.name)
         table.insert(0, "method", run.method)
         table.insert(1, "rate", float(rate[1]) if rate else 1.0)
         table.insert(2, "seed", run.seed)

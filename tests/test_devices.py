@@ -52,7 +52,7 @@ def test_the_processes_of_a_host_share_its_memory(monkeypatch):
 
 
 def test_a_mapped_file_counts_once_as_memory_that_may_be_used(tmp_path, monkeypatch):
-    """Its pages are resident in this process and available to all of them, so what it holds itself is all that is added."""
+    """Its pages are resident in this process and available to every process; only memory that no file backs is added."""
     monkeypatch.setattr("firedistill.memory.unused_memory", lambda device: 0)
     cpu, size = torch.device("cpu"), 64 << 20
     (tmp_path / "weights").write_bytes(bytes(size))
