@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import torch
 
 logger = logging.getLogger(__name__)
@@ -173,13 +174,7 @@ def free_memory(device: torch.device) -> float | None:
     unused = unused_memory(device)
     if unused is None:
         return None
-    return unused + (torch.cuda.memory_allocated(device) if device.type == "cuda" else _anonymous_memory())
-
-
-def _anonymous_memory() -> int:
-    """Bytes that this process holds in the machine's memory and that no file backs; 0 if that is unknown."""
-    try:
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
-    except OSError:
-        return 0
-    return (int(resident) - int(shared)) * mmap.PAGESIZE
+    if device.type == "cuda":
+        return unused + torch.cuda.memory_allocated(device)
+    held = psutil.Process().memory_info()
+    return unused + held.rss - getattr(held, "shared", 0)  # `shared`, of mapped files, is known on Linux only
