@@ -152,11 +152,12 @@ def test_each_pass_reads_the_present_factors_and_keeps_nothing():
     assert len(groups) == 2 * 4 and all(group.rounded is None and group.read is None for group in groups.values())
 
 
-def test_a_merged_model_does_not_round_its_factors(monkeypatch):
+@pytest.mark.parametrize("fuse_layers", [False, True])
+def test_a_merged_model_does_not_round_its_factors(fuse_layers, monkeypatch):
     model, rounded, original = adapted(), [], adapter._rounded
     groups = [layer.forward.func.__self__ for layer in model.modules() if hasattr(vars(layer).get("forward"), "func")]
     monkeypatch.setattr(adapter, "_rounded", lambda dtype, active: rounded.append(len(active)) or original(dtype, active))
-    with torch.no_grad(), merged_adapter(model):
+    with torch.no_grad(), merged_adapter(model, fuse_layers=fuse_layers):
         last_hidden_states(model, IDS)
     assert rounded == []
     last_hidden_states(model, IDS)

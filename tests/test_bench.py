@@ -21,6 +21,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import stub_parts
+import tiny
 from firedistill import ops
 from firedistill.benchmarks import (
     BENCHMARKS,
@@ -49,7 +50,7 @@ from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import PromptEncoder, student_messages
-from firedistill.rollouts.hf import MERGING_PAYS_AFTER
+from firedistill.rollouts.hf import MERGING_PAYS_AFTER, HFRolloutEngine
 
 MODEL = prescribed.ModelSizes(layers=2, width=64, vocabulary=100)
 STEP = prescribed.StepSizes(prompt=30, fields=(5, 9), responses=tuple(range(4, 14)), micro_batch=2)
@@ -508,17 +509,6 @@ def test_random_models_are_as_peaked_as_trained_ones():
     assert best.min() > 0.95
 
 
-def test_an_engine_is_measured_with_every_switch_that_it_has():
-    class Engine:
-        merge_adapter, cuda_graph, graphs = None, True, {8: "of batch 8"}
-
-    engine = Engine()
-    seen = [(name, engine.merge_adapter, engine.cuda_graph) for name in steps.switched(engine, is_gpu=True)]
-    assert seen[0] == ("as in training", None, True) and len(seen) == 5
-    assert ("merged, no graph", True, False) in seen and (engine.merge_adapter, engine.cuda_graph) == (None, True)
-    assert len(list(steps.switched(engine, is_gpu=False))) == 3 and len(list(steps.switched(object(), is_gpu=True))) == 1
-
-
 def test_products_alone_have_the_chunk_of_the_device(monkeypatch):
     problem, sizes = fire_head.Setting({"tokens": 6, "vocabulary": 40, "fields": 1, "over": 0.0}, 8, "float32", "cpu"), []
     monkeypatch.setattr(fire_head, "default_chunk", lambda vocabulary, gpu: sizes.append((vocabulary, gpu)) or 4)
@@ -569,12 +559,20 @@ def test_a_part_starts_without_the_head_of_another(tmp_path):
     assert fire_head.output_embedding.cache_info().currsize == 0
 
 
-def test_graphs_of_the_engine_can_be_switched_off():
-    engine = SimpleNamespace(merge_adapter=True, decoder=SimpleNamespace(captures=True))
-    seen = {name: engine.decoder.captures for name in steps.switched(engine, is_gpu=True)}
-    assert seen["merged, graph"] and not seen["merged, no graph"] and len(seen) == 5 and engine.decoder.captures
-    assert len(list(steps.switched(engine, is_gpu=False))) == 3
-    assert len(list(steps.switched(SimpleNamespace(merge_adapter=True, decoder=None), is_gpu=True))) == 3
+def test_decoding_is_measured_in_every_mode_of_the_engine():
+    model, tokenizer = tiny.random_model(), tiny.byte_tokenizer()
+    growing, at_fixed_addresses = (HFRolloutEngine(model, tokenizer, fixed=choice) for choice in (False, True))
+    at_fixed_addresses.decoder.captures = True  # as on a GPU
+
+    def state(engine):
+        return engine.merge_adapter, engine.fuse_layers, engine.decoder is not None and engine.decoder.captures
+
+    for engine in (growing, at_fixed_addresses):
+        before = state(engine)
+        seen = {name: state(engine) for name in steps.switched(engine)}
+        assert seen.pop("as in training") == before == state(engine)
+        assert seen == {name: mode for name, mode in steps.MODES.items() if engine is at_fixed_addresses or not mode[2]}
+    assert list(steps.switched(object())) == ["as in training"]
 
 
 def test_prompts_have_several_lengths_and_the_mean_that_was_asked_for():

@@ -77,6 +77,7 @@ def test_merging_is_decided_by_the_unused_memory(spare, merges, monkeypatch):
     args = open_settings(activation_checkpointing=True)
     decided = setup.decide_for_device(args, model)
     assert args.merge_adapter is merges and decided["merge_adapter"].startswith(f"{str(merges).lower()}: copies take 0.0 GB")
+    assert decided["merge_adapter"].endswith("; sampling fuses 2 layers") is merges
     args = open_settings(merge_adapter=not merges, activation_checkpointing=True)
     assert setup.decide_for_device(args, model) == {} and args.merge_adapter is not merges, "what is set is not decided"
 

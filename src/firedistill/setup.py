@@ -27,7 +27,7 @@ from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
-from firedistill.rollouts.merging import merged_bytes
+from firedistill.rollouts.merging import fusable_layers, merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask, read_examples
@@ -387,6 +387,8 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)
         why = f"copies take {copies / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused" if on_gpu else "the default for cpu"
         why = why if copies else "no projection can be merged"
+        if on_gpu and args.merge_adapter:
+            why += f"; sampling fuses {len(fusable_layers(model))} layers"
         decided["merge_adapter"] = f"{str(args.merge_adapter).lower()}: {why}"
     checkpointing = args.activation_checkpointing
     if checkpointing is None:

@@ -43,6 +43,8 @@ class HFRolloutEngine:
             any case.
         fixed: keep merged copies, keys and values in the same memory from call to call, and look at the tokens after every 16 of them
             only (`fixed.py`), where the model allows it. None does so on GPUs, whose host does not keep up otherwise.
+        fuse_layers: where the call merges, run decoder layers in fewer operations (`layers.py`), which rounds in other places. None
+            does so on GPUs.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class HFRolloutEngine:
         batch_size: int | BatchLimit = 32,
         merge_adapter: bool | None = None,
         fixed: bool | None = None,
+        fuse_layers: bool | None = None,
     ):
         self.model, self.tokenizer, self.merge_adapter = model, tokenizer, merge_adapter
         self.limit = (
@@ -62,7 +65,9 @@ class HFRolloutEngine:
         self.on_response: Callable[[int, Response], Any] | None = None
         self.decoder: Decoder | None = None
         self.copies: dict[nn.Module, nn.Module] | None = None
-        fixed = model.device.type == "cuda" if fixed is None else fixed
+        on_gpu = model.device.type == "cuda"
+        self.fuse_layers = on_gpu if fuse_layers is None else fuse_layers
+        fixed = on_gpu if fixed is None else fixed
         if fixed and self.causal_lm is not None and can_fix(self.causal_lm):
             self.decoder, self.copies = Decoder(self.causal_lm, tokenizer.pad_token_id, self.stop_ids), {}
 
@@ -132,7 +137,7 @@ class HFRolloutEngine:
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             inference_mode(self.model),
             only_these_settings(self.model),
-            merged_adapter(self.model, self.copies) if self._merges(steps) else nullcontext(),
+            merged_adapter(self.model, self.copies, self.fuse_layers) if self._merges(steps) else nullcontext(),
         ):
             torch.manual_seed(seed)
             for batch in batches:

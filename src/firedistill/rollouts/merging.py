@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -12,7 +12,8 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from firedistill.models.attention import multiplies_bfloat16
+from firedistill.models.attention import NAME, multiplies_bfloat16
+from firedistill.rollouts.layers import FAMILIES, PROJECTIONS, FusedLayer
 
 
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
@@ -61,7 +62,9 @@ def merged_bytes(model: nn.Module) -> int:
 
 @contextmanager
 @torch.no_grad()
-def merged_adapter(model: PreTrainedModel | PeftModel, copies: dict[nn.Module, nn.Module] | None = None) -> Iterator[None]:
+def merged_adapter(
+    model: PreTrainedModel | PeftModel, copies: dict[nn.Module, nn.Module] | None = None, fuse_layers: bool = False
+) -> Iterator[None]:
     """Run `model` with its adapter merged, from the present values of base and adapter.
 
     Each adapted layer is replaced by a plain one with `W + s B A`, computed in float32 and rounded once to the type of `W`. The same
@@ -69,32 +72,86 @@ def merged_adapter(model: PreTrainedModel | PeftModel, copies: dict[nn.Module, n
     have their own block layout, the copies and a copy of the output projection use it.
 
     Args:
-        copies: where to keep the plain layers, by the layer that they stand for. A later call with the same mapping writes the present
-            values into the same tensors, except where they are in the CPU's own layout.
+        copies: where to keep the plain layers, by the layer that they stand for, or by the first of several. A later call with the same
+            mapping writes the present values into the same tensors, except where they are in the CPU's own layout.
+        fuse_layers: replace decoder layers as a whole (`layers.py`) where all of their projections can be merged.
     """
-    adapted = mergeable_layers(model)
-    layers: list[tuple[nn.Module, str, nn.Module]] = [*adapted]
     kept = {} if copies is None else copies
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        fresh: set[nn.Module] = set()
-        for _, _, adapter in adapted:
-            if adapter not in fresh:  # a layer may have several parents
-                fresh.add(adapter)
-                weight, copy = merged_weight(adapter), kept.get(adapter)
-                if type(copy) is nn.Linear and copy.weight.shape == weight.shape and copy.weight.device == weight.device:
-                    copy.weight.copy_(weight)
-                else:
-                    kept[adapter] = _linear(weight, _base(adapter).bias)
-        head = model.get_output_embeddings() if layers else None
+        merged: dict[nn.Module, nn.Module] = {}  # the plain layer with the rows of each adapter
+        whole = fusable_layers(model) if fuse_layers else []
+        for _, _, layer in whole:
+            for adapters in projections(layer):
+                merged |= dict.fromkeys(adapters, merged_linear(adapters, kept))
+        # Within layers that will be fused, too, so that nothing is rounded for their adapters (`models/adapter.py`)
+        for parent, name, adapter in mergeable_layers(model):
+            if adapter not in merged:
+                merged[adapter] = merged_linear([adapter], kept)
+            replaced.append((parent, name, adapter))
+            setattr(parent, name, merged[adapter])
+        for parent, name, layer in whole:
+            replaced.append((parent, name, layer))
+            setattr(parent, name, FusedLayer(layer))
+        head = model.get_output_embeddings() if replaced else None
         if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
             kept[head] = PackedLinear(head.weight, head.bias)
-            layers += [(parent, name, head) for parent in model.modules() for name, m in parent.named_children() if m is head]
-        for parent, name, layer in layers:
-            setattr(parent, name, kept[layer])
+            for parent, name in [(p, name) for p in model.modules() for name, module in p.named_children() if module is head]:
+                replaced.append((parent, name, head))
+                setattr(parent, name, kept[head])
         yield
     finally:
-        for parent, name, layer in layers:
+        for parent, name, layer in replaced:
             setattr(parent, name, layer)
+
+
+def fusable_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The decoder layers that `FusedLayer` can replace: parent module, name within it, layer."""
+    mergeable = {adapter for _, _, adapter in mergeable_layers(model)}
+    return [
+        (parent, name, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if type(layer).__name__ in FAMILIES
+        and type(layer).__module__.startswith("transformers.")
+        and _is_fusable(layer, mergeable)
+    ]
+
+
+def _is_fusable(layer: nn.Module, mergeable: set[lora.Linear]) -> bool:
+    config: Any = cast(Any, layer).self_attn.config
+    return (
+        config._attn_implementation in ("sdpa", NAME)
+        and not any(map(_is_hooked, layer.modules()))
+        and all(
+            mergeable.issuperset(adapters)
+            and len({(_base(adapter).bias is None, _base(adapter).weight.dtype) for adapter in adapters}) == 1
+            for adapters in projections(layer)
+        )
+    )
+
+
+def projections(layer: Any) -> list[list[lora.Linear]]:
+    """The projections of a decoder layer; those of the same states together."""
+    return [[getattr(getattr(layer, part), name) for name in names] for part, groups in PROJECTIONS.items() for names in groups]
+
+
+def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Module]) -> nn.Module:
+    """One plain layer with the rows of all of these; the one in `kept` for them where it fits."""
+    weight = _stacked([merged_weight(adapter) for adapter in adapters])
+    bias = None if _base(adapters[0]).bias is None else _stacked([_base(adapter).bias for adapter in adapters])
+    copy = kept.get(adapters[0])
+    if type(copy) is nn.Linear and copy.weight.shape == weight.shape and copy.weight.device == weight.device:
+        copy.weight.copy_(weight)
+        if bias is not None:
+            copy.bias.copy_(bias)
+        return copy
+    kept[adapters[0]] = made = _linear(weight, bias)
+    return made
+
+
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def merged_weight(layer: lora.Linear) -> Tensor:
@@ -111,7 +168,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:
     rows, columns = weight.shape
     plain = nn.Linear(columns, rows, bias=bias is not None, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
-    plain.bias = cast(nn.Parameter, bias)  # torch declares that there always is one
+    plain.bias = cast(nn.Parameter, None if bias is None else nn.Parameter(bias, requires_grad=False))  # torch declares one
     return plain.eval()
 
 

@@ -23,7 +23,7 @@ PARTS = (
     Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15),
     Part("head-check", "The head and loss against the equations in float64", 90, alone=True),
     Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115),
-    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 130),
+    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 160),
     Part("head", "Head and loss, forward and backward, by chunk size", 35),
     Part("waits", "Waits for the device in a FIRE step", 30),
     Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True),

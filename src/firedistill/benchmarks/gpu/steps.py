@@ -25,40 +25,38 @@ from firedistill.models.states import score_responses
 from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
+from firedistill.rollouts.hf import HFRolloutEngine
 
 FIRE, FULL_CONTEXT = "fire", "full_context"
 
 # ---- Parts of a step -----------------------------------------------------------------------------------------------------------
 
-# What an engine may let us switch, by the attribute: where it has none of them, it is measured as it is.
-SWITCHES = {
-    "merge_adapter": ("unmerged", "merged"),
-    "decoder.captures": ("no graph", "graph"),
-    "graph": ("no graph", "graph"),
-    "graphs": ("no graph", "graph"),
-    "cuda_graph": ("no graph", "graph"),
-    "cuda_graphs": ("no graph", "graph"),
+# Ways of sampling: whether the adapter is merged, layers are fused, and a graph is replayed
+MODES = {
+    "unmerged, no graph": (False, False, False),
+    "unmerged, graph": (False, False, True),
+    "merged, no graph": (True, False, False),
+    "merged, graph": (True, False, True),
+    "merged, fused layers, no graph": (True, True, False),
+    "merged, fused layers, graph": (True, True, True),
 }
 
 
-def switched(engine: Any, is_gpu: bool) -> Iterator[str]:
-    """Set the engine to every combination of what it lets us switch; yields the name of each."""
-    present = []  # object, attribute, present value and texts of each switch
-    for name, texts in SWITCHES.items():
-        *path, attribute = name.split(".")
-        owner = engine
-        for step in path:
-            owner = getattr(owner, step, None)
-        value = getattr(owner, attribute, ...)
-        if isinstance(value, bool | None) and (is_gpu or "graph" not in texts):
-            present.append((owner, attribute, value, texts))
+def switched(engine: Any) -> Iterator[str]:
+    """Let the engine sample in each of the `MODES` that it has; yields their names."""
     yield "as in training"
-    for values in product((False, True), repeat=len(present)) if present else ():
-        for (owner, attribute, *_), value in zip(present, values, strict=True):
-            setattr(owner, attribute, value)
-        yield ", ".join(texts[value] for (*_, texts), value in zip(present, values, strict=True))
-    for owner, attribute, value, _ in present:
-        setattr(owner, attribute, value)
+    if not isinstance(engine, HFRolloutEngine):
+        return
+    usual = engine.merge_adapter, engine.fuse_layers
+    captures = engine.decoder is not None and engine.decoder.captures
+    for name, (engine.merge_adapter, engine.fuse_layers, graph) in MODES.items():
+        if captures or not graph:
+            if engine.decoder is not None:
+                engine.decoder.captures = graph
+            yield name
+    engine.merge_adapter, engine.fuse_layers = usual
+    if engine.decoder is not None:
+        engine.decoder.captures = captures
 
 
 def decoding(setting: Setting) -> Iterator[harness.Row]:
@@ -73,7 +71,7 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
             prompts = every[:batch]
             work = shape.decoding(batch, sizes.prompt + few, sizes.prompt + many)
             per_step = [(operations / (many - few), read / (many - few)) for operations, read in work]
-            for name in switched(engine, setting.is_gpu):
+            for name in switched(engine):
 
                 def sample(tokens: int, prompts: list[list[int]] = prompts) -> int:
                     found = engine.generate(prompts, Sampling(0.8, 0.95, tokens), seed=0)

@@ -1,0 +1,94 @@
+"""Decoder layers in fewer operations than their modules in `transformers` start.
+
+A layer that reads one token per sequence is a chain of small operations. On a GPU, the start of each costs about as much as its work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from firedistill.models.attention import attention
+
+# Of `transformers`; their layers differ in biases and in norms of queries and keys only.
+FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+# Projections that read the same states, in the order in which a layer uses them
+PROJECTIONS = {
+    "self_attn": (("q_proj", "k_proj", "v_proj"), ("o_proj",)),
+    "mlp": (("gate_proj", "up_proj"), ("down_proj",)),
+}
+
+
+class FusedLayer(nn.Module):
+    """What a decoder layer of one of the `FAMILIES` computes, without gradients.
+
+    Projections of the same states are one product, queries and keys are rotated together, and the last product of each half is added
+    in place. Sums that `transformers` rounds to the type of the states before the next operation are rounded once.
+
+    Args:
+        layer: the layer, with whose norms it computes. In place of each of its projections it has the plain layer that computes all
+            projections of the same states, whose rows are in the order of `PROJECTIONS`.
+    """
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.training = False
+        self.to_heads, self.from_heads = layer.self_attn.q_proj, layer.self_attn.o_proj
+        self.to_gates, self.from_gates = layer.mlp.gate_proj, layer.mlp.down_proj
+        self.attention_norm, self.gate_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.query_norm, self.key_norm = (getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm"))
+        self.activation = layer.mlp.act_fn
+        config = layer.self_attn.config
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.index, self.size, self.scaling = layer.self_attn.layer_idx, layer.self_attn.head_dim, layer.self_attn.scaling
+        self.is_causal, self.num_key_value_groups = True, self.heads // self.groups  # PyTorch's attention reads them
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The states `[B, T, H]` after the layer; they overwrite those before it. Arguments as `transformers` gives them to a layer."""
+        projected = self.to_heads(self.attention_norm(hidden_states)).unflatten(-1, (-1, self.size))
+        query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
+        if self.query_norm is None or self.key_norm is None:
+            both = projected[:, :, : self.heads + self.groups]
+        else:
+            both = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
+        query, key = rotated(both, *position_embeddings).transpose(1, 2).split((self.heads, self.groups), 1)
+        value = value.transpose(1, 2)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.index)
+        found, _ = attention(self, query, key, value, attention_mask, self.scaling)
+        hidden_states = add_product(hidden_states, found.flatten(2), self.from_heads)
+        gate, up = self.to_gates(self.gate_norm(hidden_states)).chunk(2, -1)
+        return add_product(hidden_states, self.activation(gate) * up, self.from_gates)
+
+
+def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of `states` `[B, T, heads, size]`, where coordinates i and i + size / 2 are a plane.
+
+    Args:
+        cos, sin: of the angles, `[B or 1, T, size]`.
+    """
+    half = states.shape[-1] // 2
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    found = states * cos
+    found[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-1)
+    found[..., half:].addcmul_(states[..., :half], sin[..., half:])
+    return found
+
+
+def add_product(sums: Tensor, states: Tensor, layer: nn.Module) -> Tensor:
+    """`sums + layer(states)` in place."""
+    if type(layer) is nn.Linear and layer.bias is None:
+        sums.flatten(0, -2).addmm_(states.flatten(0, -2), layer.weight.t())
+        return sums
+    return sums.add_(layer(states))
