@@ -620,8 +620,8 @@ def check_memory(need: Mapping[str, float], device: torch.device) -> Finding:
     """The estimate against the memory of this process. It assumes the longest contexts throughout, so it errs high."""
     total, free = sum(need.values()), free_memory(device)
     parts = ", ".join(f"{name} {value / GB:.1f}" for name, value in need.items())
-    text = f"about {total / GB:.1f} GB at most ({parts})" + (f"; {device.type} has {free / GB:.1f} GB for it" if free else "")
-    if free is not None and total > free:
+    text = f"about {total / GB:.1f} GB at most ({parts}); {device.type} has {free / GB:.1f} GB for it"
+    if total > free:
         fix = "lower max_context_tokens, rollout_batch_size or per_device_train_batch_size (with more gradient_accumulation_steps)"
         return Finding("warning", "memory", text, fix)
     return Finding("note", "memory", text)

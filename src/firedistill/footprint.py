@@ -147,7 +147,7 @@ def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: boo
     device = args.device  # where the model is, or will be
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
-    held = held_memory(device) or 0
+    held = held_memory(device)
     copies, caches, prompts = sampling_memory(args, model)
     training = training_memory(args, model, checkpointing)
     keeps = device.type == "cuda" and args.rollouts == "hf"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import torch
@@ -44,14 +41,9 @@ SMALLER_MICRO_BATCHES = (
 )
 
 
-def held_memory(device: torch.device) -> int | None:
-    """Bytes that this process holds: at most so far on an accelerator, at present in the machine's memory. None if that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return None
+def held_memory(device: torch.device) -> int:
+    """Bytes that this process holds: at most so far on an accelerator, at present in the machine's memory."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
 
 
 class OutOfMemory(ValueError):
@@ -143,38 +135,28 @@ def explained_memory(advice: str) -> Iterator[None]:
         raise OutOfMemory(f"out of memory ({attempt.failure}): {advice}")
 
 
-def unused_memory(device: torch.device) -> float | None:
-    """Bytes that this process may still allocate; None if that is unknown.
+def unused_memory(device: torch.device) -> float:
+    """Bytes that this process may still allocate.
 
     On a GPU this includes what PyTorch's allocator holds without use. The processes of a host share its memory equally.
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    try:
-        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    return int(available[1]) * 1024 / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if available else None
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def total_memory() -> int | None:
-    """Bytes of memory of this host, or this process's share of them; None if that is unknown."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    except (AttributeError, OSError, ValueError):  # not on every system
-        return None
+def total_memory() -> float:
+    """Bytes of memory of this host, or this process's share of them."""
+    return psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def free_memory(device: torch.device) -> float | None:
-    """Bytes that this process may use in total: what it may still allocate, and what it has. None if that is unknown.
+def free_memory(device: torch.device) -> float:
+    """Bytes that this process may use in total: what it may still allocate, and what it has.
 
     In the machine's memory, pages of mapped files such as weights count once: `unused_memory` already includes them.
     """
-    unused = unused_memory(device)
-    if unused is None:
-        return None
     if device.type == "cuda":
-        return unused + torch.cuda.memory_allocated(device)
+        return unused_memory(device) + torch.cuda.memory_allocated(device)
     held = psutil.Process().memory_info()
-    return unused + held.rss - getattr(held, "shared", 0)  # `shared`, of mapped files, is known on Linux only
+    return unused_memory(device) + held.rss - getattr(held, "shared", 0)  # `shared`, of mapped files, is known on Linux only

@@ -353,9 +353,9 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
     if args.device.type == "cpu" and args.quantization != "nf4" and not multiplies_bfloat16():
         need, memory = weight_bytes(name, "float32"), total_memory()
-        args.model_dtype = "float32" if memory is not None and need <= memory / 4 else "bfloat16"
-        room = "unknown" if memory is None else f"{memory / 1e9:.1f} GB"
-        why = f"this CPU does not multiply bfloat16; the weights in float32 take {need / 1e9:.1f} GB, its memory is {room}"
+        args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
+        sizes = f"the weights in float32 take {need / 1e9:.1f} GB, its memory is {memory / 1e9:.1f} GB"
+        why = f"this CPU does not multiply bfloat16; {sizes}"
     return {"model_dtype": f"{args.model_dtype}: {why}"}
 
 
@@ -364,11 +364,9 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
     if args.quantization != "auto":
         return {}
     need, unused = 1.5 * weight_bytes(name, args.model_dtype), unused_memory(args.device)
-    args.quantization = "nf4" if unused is not None and unused < need else None
-    room = "unknown" if unused is None else f"{unused / 1e9:.1f} GB"
-    return {
-        "quantization": f"{args.quantization or 'none'}: unused memory is {room}, 1.5 times the weights are {need / 1e9:.1f} GB"
-    }
+    args.quantization = "nf4" if unused < need else None
+    sizes = f"unused memory is {unused / 1e9:.1f} GB, 1.5 times the weights are {need / 1e9:.1f} GB"
+    return {"quantization": f"{args.quantization or 'none'}: {sizes}"}
 
 
 def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
@@ -381,7 +379,7 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         torch.backends.cuda.enable_cudnn_sdp(False)
     # The model may still have to move to the device.
     waiting = 0 if unwrap(model).device.type == "cuda" else sum(p.nbytes for p in model.parameters())
-    unused = (unused_memory(args.device) or 0) - waiting if on_gpu else 0
+    unused = unused_memory(args.device) - waiting if on_gpu else 0
     if args.merge_adapter is None:
         copies = merged_bytes(model)
         args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)

@@ -72,7 +72,7 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
         copy = sum(p.nbytes for p in base.parameters() if not p.requires_grad)
         need = 2.2 * copy + cache_bytes(base.config.get_text_config(), base.dtype, engine_context(model, args), sequences)
         free = free_memory(args.device)
-        if free is not None and need > free:
+        if need > free:
             reason = (
                 f"two copies of the model and vLLM's cache take about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             )
