@@ -90,6 +90,6 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def add_product(sums: Tensor, states: Tensor, layer: nn.Module) -> Tensor:
     """`sums + layer(states)` in place."""
     if type(layer) is nn.Linear and layer.bias is None:
-        sums.flatten(0, -2).addmm_(states.flatten(0, -2), layer.weight.t())
+        sums.view(-1, sums.shape[-1]).addmm_(states.flatten(0, -2), layer.weight.t())  # a view raises where it would copy
         return sums
     return sums.add_(layer(states))
