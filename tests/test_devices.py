@@ -65,7 +65,9 @@ def test_a_mapped_file_counts_once_as_memory_that_may_be_used(tmp_path, monkeypa
 
 
 def open_settings(**changes) -> SimpleNamespace:
-    return SimpleNamespace(**{"device": GPU, "merge_adapter": None, "gradient_checkpointing": None, **changes})
+    return SimpleNamespace(
+        **{"device": GPU, "rollouts": "hf", "merge_adapter": None, "gradient_checkpointing": None, **changes}
+    )
 
 
 @pytest.mark.parametrize(("spare", "merges"), [(0.9, False), (1.1, True)])
@@ -78,6 +80,8 @@ def test_merging_is_decided_by_the_unused_memory(spare, merges, monkeypatch):
     decided = setup.decide_for_device(args, model)
     assert args.merge_adapter is merges and decided["merge_adapter"].startswith(f"{str(merges).lower()}: copies take 0.0 GB")
     assert decided["merge_adapter"].endswith("; sampling fuses 2 layers") is merges
+    by_vllm = setup.decide_for_device(open_settings(activation_checkpointing=True, rollouts="vllm"), model)
+    assert "fuses" not in by_vllm["merge_adapter"]
     args = open_settings(merge_adapter=not merges, activation_checkpointing=True)
     assert setup.decide_for_device(args, model) == {} and args.merge_adapter is not merges, "what is set is not decided"
 

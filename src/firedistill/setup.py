@@ -385,7 +385,7 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)
         why = f"copies take {copies / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused" if on_gpu else "the default for cpu"
         why = why if copies else "no projection can be merged"
-        if on_gpu and args.merge_adapter:
+        if on_gpu and args.merge_adapter and args.rollouts == "hf":
             why += f"; sampling fuses {len(fusable_layers(model))} layers"
         decided["merge_adapter"] = f"{str(args.merge_adapter).lower()}: {why}"
     checkpointing = args.activation_checkpointing
