@@ -199,6 +199,8 @@ def test_a_sweep_keeps_the_nominal_rate(toy):
         "learning_rate": 4e-3,
         "nominal_learning_rate": 2e-3,
     }
+    fixed = make_plan(str(toy), only=["fire"], seeds=[3], options={"step_scale": "2", "nominal_learning_rate": "none"}).runs
+    assert fixed[-1].settings["learning_rate"] == 4e-3 and fixed[-1].settings["nominal_learning_rate"] == "none"
     assert runs["toy-fire-lr2x-seed3"].variant == "2x" and runs["toy-fire-seed3"].recipe == str(toy.parent / "toy.yaml")
 
 

@@ -244,6 +244,16 @@ class Curious(Objective):
         return batch.student.hidden.float().square().mean() / batch.responses, metrics
 
 
+def test_the_step_scale_follows_the_schedule_or_is_fixed(checkpoint, tmp_path):
+    moving = short_run(checkpoint, tmp_path / "moving")
+    fixed = short_run(checkpoint, tmp_path / "fixed", nominal_learning_rate=None, step_scale=10.0)
+    assert [row["learning_rate"] for row in moving.rows] == [row["learning_rate"] for row in fixed.rows] == [5e-3, 1e-2]
+    assert [row["step_scale"] for row in moving.rows] == pytest.approx([5, 10])
+    assert [row["step_scale"] for row in fixed.rows] == [10, 10]
+    first, second = moving.rows[0], fixed.rows[0]  # the same student and answers, with half the radius
+    assert second["rho"] == pytest.approx(first["rho"] / 2) and second["generated_tokens"] == first["generated_tokens"]
+
+
 def test_the_methods_draws_do_not_repeat_the_samplers(checkpoint, tmp_path):
     """Both seed a generator: a token's acceptance must not depend on how it was drawn."""
     objective = short_run(checkpoint, tmp_path / "run", method="curious", max_steps=1).trainer.objective

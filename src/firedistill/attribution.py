@@ -68,8 +68,7 @@ class Inspector:
     @classmethod
     def of(cls, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head) -> Inspector:
         """With the settings of a run, at the step scale of its peak learning rate."""
-        scale = max(1.0, args.learning_rate / (args.nominal_learning_rate or args.learning_rate))
-        return cls(model, teacher, head, scale, args.log_prob_floor, args.budget)
+        return cls(model, teacher, head, args.step_scale_at(args.learning_rate), args.log_prob_floor, args.budget)
 
     @torch.no_grad()
     def inspect(self, rollout: Rollout) -> Inspection:

@@ -136,6 +136,11 @@ class SelfDistillConfig(TrainingArguments):
     nominal_learning_rate: float | None = method_setting(
         None, "FIRE's nominal rate a_0: a larger learning rate shrinks the radius. By default the peak learning rate.", above=0
     )
+    step_scale: float | None = method_setting(
+        None,
+        "FIRE's step scale s in every step, instead of max(1, learning rate / a_0), which follows the schedule.",
+        at_least=1,
+    )
     ema_rate: float = method_setting(
         0.03, "1 - mu, the student's weight in each update of --teacher ema (paper: 0.03, 0.01).", above=0, at_most=1
     )
@@ -495,6 +500,11 @@ class SelfDistillConfig(TrainingArguments):
             )
         if self.vllm_weights is not None and self.rollouts not in ("vllm", "auto"):
             raise ValueError(f"vllm_weights ({self.vllm_weights}) is for rollouts vllm, not {self.rollouts}: leave it out")
+        if self.step_scale is not None and self.nominal_learning_rate is not None:
+            raise ValueError(
+                f"step_scale is {self.step_scale:g} and nominal_learning_rate {self.nominal_learning_rate:g}: expected one of them, "
+                "since both determine s"
+            )
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(
                 f"max_new_tokens is {self.max_new_tokens}: expected less than max_context_tokens ({self.max_context_tokens}), "
@@ -551,6 +561,10 @@ class SelfDistillConfig(TrainingArguments):
                     "which stands for the feedback as a whole"
                 )
         return {pattern: group for pattern, _, group in pairs}
+
+    def step_scale_at(self, learning_rate: float) -> float:
+        """`s = max(1, a_k / a_0)` at the learning rate a_k of a step (section 4 of the paper), or `step_scale`."""
+        return self.step_scale or max(1.0, learning_rate / (self.nominal_learning_rate or self.learning_rate))
 
     @property
     def sampling(self) -> Sampling:

@@ -236,8 +236,7 @@ class SelfDistillTrainer(ResumableTrainer):
         examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
         self.take_random_state()
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        nominal = self.args.nominal_learning_rate or self.args.learning_rate
-        self.record = StepRecord(learning_rate, max(1.0, learning_rate / nominal), started=time.perf_counter())
+        self.record = StepRecord(learning_rate, self.args.step_scale_at(learning_rate), started=time.perf_counter())
         metrics = self.record.metrics
 
         with metrics.timed("seconds_rollout", self.args.device):

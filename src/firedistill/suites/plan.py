@@ -214,7 +214,8 @@ def runs_of(
                 # A sweep keeps the nominal rate; where none is set, it is the peak rate of factor 1.
                 base = resolved("train", recipe, settings, places)
                 settings["learning_rate"] = base.learning_rate * factor
-                settings["nominal_learning_rate"] = base.nominal_learning_rate or base.learning_rate
+                if base.step_scale is None:
+                    settings["nominal_learning_rate"] = base.nominal_learning_rate or base.learning_rate
             named = re.sub(r"[/\\:]+", "-", method).lstrip(".-")  # of ./calm.py:Calm, calm.py-Calm
             parts = [short(recipe), named, label, f"lr{rate}" if rate else "", f"seed{seed}"]
             variant = " ".join(filter(None, [label, rate]))

@@ -115,8 +115,7 @@ class MeasuredTrainer(SelfDistillTrainer):
                 prompts, responses = [r.prompt_ids for r in wrong], [r.response_ids for r in wrong]
                 ours = score_responses(model, prompts, responses).hidden
                 excess = fire_head.gradient_excess(self.head, ours, self.teacher.full(wrong).hidden)
-            self.record.step_scale = fire_head.step_scale_for(self.over, excess)
-            self.args.nominal_learning_rate = self.args.learning_rate / self.record.step_scale
+            self.record.step_scale = self.args.step_scale = fire_head.step_scale_for(self.over, excess)
             self.over = None
         return super().compute_loss(model, inputs, *args, **kwargs)
 
