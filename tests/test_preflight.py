@@ -13,7 +13,7 @@ import torch
 
 import firedistill
 from firedistill import Example, SelfDistillTrainer, Verdict, checks, load_task
-from firedistill.checks import CHECKED, check
+from firedistill.checks import CHECKED, check, check_memory
 from firedistill.cli import main as cli
 from firedistill.footprint import memory_of_step
 from firedistill.models import tokens
@@ -316,6 +316,19 @@ def test_disk_and_memory(model, tmp_path, monkeypatch):
     texts = found(model, tmp_path)
     assert "are free" in only(texts, "error") and "make room" in texts["error"][0]
     assert "memory: about" in only(texts, "warning")
+
+
+def test_memory_that_the_c_library_keeps(monkeypatch):
+    def text(free: float, device: str = "cpu") -> str:
+        monkeypatch.setattr("firedistill.checks.free_memory", lambda device: free)
+        finding = check_memory({"model": 6e9, "training": 4e9}, torch.device(device))
+        assert finding.level == "note"
+        return finding.text
+
+    advice = "may add 3.0 GB. MALLOC_MMAP_THRESHOLD_=1048576 in the environment"
+    assert advice in text(12.9e9) and advice not in text(13.1e9) and advice not in text(12.9e9, "cuda")
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1048576")
+    assert advice not in text(12.9e9)
 
 
 def test_the_memory_estimate_counts_what_is_certain(model, tmp_path):

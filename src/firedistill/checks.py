@@ -9,6 +9,7 @@ checked, and of a task whose methods are slow or hang, as many as `CHECK_SECONDS
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import statistics
 import time
@@ -51,6 +52,7 @@ CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no furt
 TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
+RETAINED = 1.3  # peak of a step over the memory in use, at most, with the blocks that glibc keeps (docs/how-a-step-works.md)
 
 Level = Literal["error", "warning", "note"]
 Found = TypeVar("Found")
@@ -624,4 +626,9 @@ def check_memory(need: Mapping[str, float], device: torch.device) -> Finding:
     if total > free:
         fix = "lower max_context_tokens, rollout_batch_size or per_device_train_batch_size (with more gradient_accumulation_steps)"
         return Finding("warning", "memory", text, fix)
+    if device.type == "cpu" and RETAINED * total > free and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        text += (
+            f". Freed blocks that the C library keeps may add {(RETAINED - 1) * total / GB:.1f} GB. "
+            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns them to the system, which makes steps slower"
+        )
     return Finding("note", "memory", text)
