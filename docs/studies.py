@@ -2,15 +2,18 @@
 
     python docs/studies.py collect runs/study-parts    # a row per finished run in docs/studies/study-parts.csv; other rows stay
     python docs/studies.py collect_steps runs/study-asdiv    # a row per step of every run in docs/studies/study-asdiv.csv
+    python docs/studies.py collect_weights runs/study-noise  # a row per attributed answer in docs/studies/study-noise-weights.csv
     python docs/studies.py tables                      # writes the tables between the marks in docs/results.md
 
 A row holds the settings that the study varies, the numbers of the last evaluation, statistics of the training log, and the answers to
 every held-out problem: `greedy` has a digit per problem, 1 for a right answer; `sampled` has the number of right samples. The row of a
-step holds its entry in the training log, and the evaluation after it where there is one.
+step holds its entry in the training log, and the evaluation after it where there is one. The row of an attributed answer holds the
+weight of the view without the noisy field.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -21,7 +24,10 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from firedistill import Example
 from firedistill.report.groups import METHODS
+from firedistill.report.read import Run, read_suite
+from firedistill.tasks.planted import number_of
 
 STUDIES = Path(__file__).parent / "studies"
 PAGE = Path(__file__).parent / "results.md"
@@ -38,6 +44,7 @@ FINAL = [
     "also_arithmetic:hard",
 ]
 LOGGED = ["grad_norm", "policy_kl", "policy_kl_max", "policy_step", "max_bound_ratio"]  # median and largest
+NOISY = {"answer": "verifier", "hint": "hint"}  # the field of each kind of planted noise
 WEIGHTS = ["alpha_format", "alpha_parser", "alpha_answer", "alpha_verifier", "alpha_hint"]  # mean
 OF_STEP = ["correct_rate", "generated_tokens", "grad_norm", "policy_kl", "chi_active", "step_scale", "train_seconds"]
 OF_EVALUATION = ["accuracy", "stderr", "lenient_accuracy", "well_formed_rate", "truncated_rate", "response_length"]
@@ -47,8 +54,6 @@ RATE = re.compile(r"(?:^|-)lr([\d.]+)x(?=$|-seed)")  # in the name of a run
 
 def collect(suite: Path) -> pd.DataFrame:
     """A row per run of a suite whose last evaluation is done."""
-    from firedistill.report.read import read_suite
-
     runs, _, _ = read_suite(suite)
     rows = []
     for run in runs:
@@ -56,9 +61,8 @@ def collect(suite: Path) -> pd.DataFrame:
             continue
         evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).iloc[-1]
         log = pd.read_json(run.folder / "metrics.jsonl", lines=True)
-        name = run.name.removeprefix(f"lab-{run.method}").removesuffix(f"-seed{run.seed}").strip("-")
-        rate = RATE.search(name)
-        row = {"method": run.method, "variant": name[: rate.start()] if rate else name, "rate": float(rate[1]) if rate else 1.0}
+        variant, rate = variant_of(run)
+        row = {"method": run.method, "variant": variant, "rate": rate}
         row |= {"seed": run.seed} | {key: evaluations[key] for key in FINAL if key in evaluations}
         row |= {"sampled_right_last_tenth": log["correct_rate"].iloc[-len(log) // 10 :].mean()}
         row |= {"generated_tokens": log["cumulative_generated_tokens"].iloc[-1]}
@@ -76,20 +80,42 @@ def collect(suite: Path) -> pd.DataFrame:
 
 def collect_steps(suite: Path) -> pd.DataFrame:
     """A row per step of every run of a suite, finished or not; step 0 is the evaluation before training."""
-    from firedistill.report.read import read_suite
-
     runs, tables = read_suite(suite)[0], []
     for run in runs:
         log = pd.read_json(run.folder / "metrics.jsonl", lines=True).set_index("step").reindex(columns=OF_STEP)
         evaluations = pd.read_json(run.folder / "evals.jsonl", lines=True).set_index("step")[OF_EVALUATION]
         evaluations["greedy"] = [answers(run.folder, "eval", step) for step in evaluations.index]
         table = log.join(evaluations, how="outer").reset_index()
-        rate = RATE.search(run.name)
         table.insert(0, "method", run.method)
-        table.insert(1, "rate", float(rate[1]) if rate else 1.0)
+        table.insert(1, "rate", variant_of(run)[1])
         table.insert(2, "seed", run.seed)
         tables.append(table)
     return pd.concat(tables)
+
+
+def collect_weights(suite: Path) -> pd.DataFrame:
+    """A row per wrong held-out answer whose attribution FIRE's runs of study-noise saved, before and after training.
+
+    `weight` is that of the view without the noisy field, a mean over the tokens of the answer; `wrong`, whether this field is wrong.
+    """
+    rows = []
+    for run in read_suite(suite)[0]:
+        place, _, share = variant_of(run)[0].partition("-")
+        for path in sorted((run.folder / "attribution").glob("step_*.json")) if run.method == "fire" else ():
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            for example in saved["examples"]:
+                field = [field["name"] for field in example["fields"]].index(NOISY[place])
+                row = {"variant": f"{place}-{share}", "seed": run.seed, "step": saved["step"], "uid": example["uid"]}
+                row |= {"wrong": int(number_of(Example(example["uid"], "", ""), "wrong") < float(share))}
+                rows.append(row | {"weight": float(np.mean(example["alpha"][field]))})
+    return pd.DataFrame(rows)
+
+
+def variant_of(run: Run) -> tuple[str, float]:
+    """The label of a run's block, and its learning rate as a multiple of the recipe's."""
+    name = run.name.removeprefix(f"lab-{run.method}").removesuffix(f"-seed{run.seed}").strip("-")
+    rate = RATE.search(name)
+    return (name[: rate.start()], float(rate[1])) if rate else (name, 1.0)
 
 
 def answers(folder: Path, kind: str, step: int) -> str:
@@ -131,7 +157,7 @@ def interval(differences: pd.DataFrame) -> tuple[float, float, float]:
 def read_rows(study: str) -> pd.DataFrame:
     """The collected rows of a study."""
     rows = pd.read_csv(STUDIES / f"{study}.csv", keep_default_na=False, na_values=["NaN"], dtype={"variant": str})
-    numbers = [key for key in rows if key not in ("method", "variant", "marked", "greedy", "sampled")]
+    numbers = [key for key in rows if key not in ("method", "variant", "uid", "marked", "greedy", "sampled")]
     rows[numbers] = rows[numbers].apply(pd.to_numeric)
     return rows
 
@@ -215,7 +241,7 @@ def added(table: pd.DataFrame) -> str:
 def noise(table: pd.DataFrame, place: str) -> str:
     header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
     header += ["weight of the view without the noisy field", "sum of the other views' weights"]
-    field, rows = {"answer": "alpha_verifier", "hint": "alpha_hint"}[place], []
+    field, rows = f"alpha_{NOISY[place]}", []
     others = [key for key in WEIGHTS if key != field and key in table]
     for share, fire, plain in by_share(table, place):
         row = [share, str(len(fire)), spread(100 * fire["sampled_accuracy"]), spread(100 * plain["sampled_accuracy"])]
@@ -241,6 +267,55 @@ def noise_costs(table: pd.DataFrame) -> str:
             fire, plain = (paired(found, before, "sampled") for found, before in zip(runs, clean, strict=True))
             rows.append([title, share, points(plain), points(fire), points((fire - plain).dropna())])
     return markdown(["wrong", "share r", "No Attribution", "FIRE", "difference"], rows)
+
+
+def noise_weights(table: pd.DataFrame) -> str:
+    """The weight of the view without the noisy field where that field is right and where it is wrong.
+
+    Before training, both are of equal answers, from the runs with r = 0 and 0.5. After training, they are of answers to different
+    problems, from the runs with r = 0.5.
+    """
+    header = [
+        "field",
+        "training",
+        "answers: field right, wrong",
+        "weight, field right",
+        "weight, field wrong",
+        "difference (95 %)",
+    ]
+    rows = []
+    for place, field in NOISY.items():
+        clean, noisy = (select(table, variant=f"{place}-{share}") for share in ("0", "0.5"))
+        equal = select(noisy, step=0, wrong=1).merge(select(clean, step=0), on=["seed", "uid"], suffixes=("_wrong", "_right"))
+        before = [equal.rename(columns={f"weight_{kind}": "weight"}) for kind in ("right", "wrong")]
+        after = [select(noisy[noisy["step"] > 0], wrong=wrong) for wrong in (0, 1)]
+        for title, pair in {"before": before, "after": after}.items():
+            right, wrong = map(drawn_weights, pair)
+            mean, low, high = over_seeds(wrong - right)
+            row = [f"`{field}`", title, ", ".join(str(len(found)) for found in pair)]
+            row += [f"{over_seeds(weights)[0]:.4f}" for weights in (right, wrong)]
+            rows.append([*row, f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"])
+    return markdown(header, rows)
+
+
+def drawn_weights(rows: pd.DataFrame) -> np.ndarray:
+    """By seed (row): the mean weight of its answers, and of resamples of them, which draw equal answers alike."""
+    generator = np.random.default_rng(0)
+    by_seed = [found.to_numpy() for _, found in rows.groupby("seed")["weight"]]
+    shape = (RESAMPLES, len(by_seed))  # a seed may be drawn for each place
+    draws = [generator.integers(0, len(values), (*shape, len(values))) for values in by_seed]
+    return np.array(
+        [[values.mean(), *values[drawn].mean(axis=-1).ravel()] for values, drawn in zip(by_seed, draws, strict=True)]
+    )
+
+
+def over_seeds(weights: np.ndarray) -> tuple[float, float, float]:
+    """Mean of the sample, and the ends of a 95 % interval that draws seeds, too."""
+    places = len(weights)
+    drawn = weights[:, 1:].reshape(places, RESAMPLES, places)
+    seeds = np.random.default_rng(1).integers(0, places, (RESAMPLES, places))
+    low, high = np.quantile(drawn[seeds, np.arange(RESAMPLES)[:, None], np.arange(places)].mean(axis=1), [0.025, 0.975])
+    return float(weights[:, 0].mean()), float(low), float(high)
 
 
 OPTIMIZERS = {
@@ -377,6 +452,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
     "noise-costs": ("study-noise", noise_costs),
+    "noise-weights": ("study-noise-weights", noise_weights),
     "steps-1": ("study-steps", lambda table: steps(table, 1)),
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "steps-16": ("study-steps", lambda table: steps(table, 16)),
@@ -409,9 +485,10 @@ def main(arguments: list[str]) -> None:
                 rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS, kind="stable")
                 rows.to_csv(STUDIES / f"{name}.csv", index=False, float_format="%.6g")
                 print(f"{STUDIES / name}.csv: {len(rows)} finished runs")
-        case ["collect_steps", suite]:
-            path = STUDIES / f"{Path(suite).name}.csv"
-            collect_steps(Path(suite)).to_csv(path, index=False, float_format="%.6g")
+        case ["collect_steps" | "collect_weights" as command, suite]:
+            function, name = {"collect_steps": (collect_steps, ""), "collect_weights": (collect_weights, "-weights")}[command]
+            path = STUDIES / f"{Path(suite).name}{name}.csv"
+            function(Path(suite)).to_csv(path, index=False, float_format="%.6g")
             print(f"{path}: written")
         case ["tables"]:
             PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
