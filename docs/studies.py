@@ -320,6 +320,8 @@ def over_seeds(weights: np.ndarray) -> tuple[float, float, float]:
 
 OPTIMIZERS = {
     "": "AdamW",
+    "scale-1": "AdamW, step scale 1",
+    "scale-peak": "AdamW, step scale at its peak",
     "fixed": "AdamW, constant rate",
     "epsilon": "AdamW, epsilon 1e-3",
     "epsilon-fixed": "AdamW, epsilon 1e-3, constant rate",
@@ -338,7 +340,8 @@ def steps(table: pd.DataFrame, rate: float) -> str:
     for variant, title in OPTIMIZERS.items():
         for method in ("fire", "full_context"):
             found, plain = (select(table, rate=rate, method=method, variant=v) for v in (variant, ""))
-            other = select(table, rate=rate, method="full_context", variant=variant)
+            same = "" if variant.startswith("scale") else variant  # Full Context has no step scale
+            other = select(table, rate=rate, method="full_context", variant=same)
             if len(found):
                 row = [
                     title,
