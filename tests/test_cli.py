@@ -276,7 +276,7 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ({"save_only_model": True}, "save_only_model is True: expected False"),
         (
             {"step_scale": 2, "nominal_learning_rate": 1e-6},
-            "step_scale is 2 and nominal_learning_rate 1e-06: expected one of them",
+            "step_scale is 2 and nominal_learning_rate 1e-06, which both determine s: leave one of them out",
         ),
         ({"step_scale": 0.5}, "step_scale is 0.5: expected a number at least 1 or none"),
         ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),

@@ -52,7 +52,9 @@ CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no furt
 TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
-RETAINED = 1.3  # peak of a step over the memory in use, at most, with the blocks that glibc keeps (docs/how-a-step-works.md)
+RETAINED = (
+    1.3  # peak of a step over its memory in use: glibc keeps freed blocks, measured at up to 1.27 (docs/how-a-step-works.md)
+)
 
 Level = Literal["error", "warning", "note"]
 Found = TypeVar("Found")

@@ -502,8 +502,8 @@ class SelfDistillConfig(TrainingArguments):
             raise ValueError(f"vllm_weights ({self.vllm_weights}) is for rollouts vllm, not {self.rollouts}: leave it out")
         if self.step_scale is not None and self.nominal_learning_rate is not None:
             raise ValueError(
-                f"step_scale is {self.step_scale:g} and nominal_learning_rate {self.nominal_learning_rate:g}: expected one of them, "
-                "since both determine s"
+                f"step_scale is {self.step_scale:g} and nominal_learning_rate {self.nominal_learning_rate:g}, which both determine s: "
+                "leave one of them out, or set it to none if a recipe has it"
             )
         if self.max_new_tokens >= self.max_context_tokens:
             raise ValueError(
@@ -563,7 +563,7 @@ class SelfDistillConfig(TrainingArguments):
         return {pattern: group for pattern, _, group in pairs}
 
     def step_scale_at(self, learning_rate: float) -> float:
-        """`s = max(1, a_k / a_0)` at the learning rate a_k of a step (section 4 of the paper), or `step_scale`."""
+        """`s = max(1, a_k / a_0)` at the learning rate `a_k` of a step (eq. fire_radius), or `step_scale`."""
         return self.step_scale or max(1.0, learning_rate / (self.nominal_learning_rate or self.learning_rate))
 
     @property
