@@ -7,7 +7,15 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from firedistill.models import attention as own
-from firedistill.models.attention import NAME, attention, causal_attention, own_attention, tiled_attention, use_own_attention
+from firedistill.models.attention import (
+    NAME,
+    attention,
+    causal_attention,
+    multiplies_bfloat16,
+    own_attention,
+    tiled_attention,
+    use_own_attention,
+)
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
 from firedistill.setup import load_setup
@@ -150,9 +158,9 @@ def test_the_last_tokens_attend_to_all_before_them(length, dtype):
     mask = lower_right(length, 9)
     expected = exact(parts, mask, 0.25, gradient)
     error = max(distances(with_gradients(causal_attention(Layer(), *parts, None), parts, gradient), expected))
-    if dtype == torch.float64:
-        assert error < 1e-12
-    else:  # that of PyTorch's attention, whose kernels round differently by CPU and mask, or less
+    if dtype == torch.float64 or multiplies_bfloat16():
+        assert error < (1e-12 if dtype == torch.float64 else 0.01)
+    else:  # PyTorch's attention, whose kernels with and without a mask round differently
         plain = sdpa_attention_forward(Layer(), *parts, mask)[0]
         assert error < 1.1 * max(distances(with_gradients(plain, parts, gradient), expected)) < 0.02
 
