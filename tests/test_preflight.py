@@ -362,6 +362,11 @@ def test_options_that_nothing_reads(model, tmp_path):
     assert found(model, tmp_path, **attributing)["warning"] == []
     shown = only(found(model, tmp_path, teacher="student", ema_rate=0.2), "warning")
     assert "ema_rate: it is 0.2, but teacher student is not a moving average" in shown
+    fixed = {"step_scale": 4.0, "nominal_learning_rate": None}
+    shown = only(found(model, tmp_path, method="srpo", **fixed), "warning")
+    assert "step_scale: it is 4, but method srpo has no radius" in shown
+    for method in ("fire", "routing", "full_context"):
+        assert found(model, tmp_path, method=method, **fixed)["warning"] == []
 
 
 def test_without_held_out_problems_nothing_is_evaluated(model, tmp_path):

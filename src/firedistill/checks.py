@@ -548,6 +548,9 @@ def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
     if args.groups_of_fields and built_in and not getattr(objective, "attribution", False):
         text = f"method {args.method} attributes nothing to fields, so the groups have no effect"
         yield Finding("warning", "attribution_groups", text, "leave attribution_groups out")
+    if args.step_scale is not None and built_in and not hasattr(objective, "projection"):
+        text = f"it is {args.step_scale:g}, but method {args.method} has no radius"
+        yield Finding("warning", "step_scale", text, "leave step_scale out")
     if args.ema_rate != SelfDistillConfig.ema_rate and args.teacher_kind != "ema":
         text = f"it is {args.ema_rate:g}, but teacher {args.teacher} is not a moving average"
         yield Finding("warning", "ema_rate", text, "leave ema_rate out, or use teacher ema")
