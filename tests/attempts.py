@@ -29,6 +29,8 @@ import firedistill.cli.inspect  # noqa: F401
 import firedistill.cli.report  # noqa: F401
 import firedistill.cli.suite
 import firedistill.cli.train  # noqa: F401
+import firedistill.report.build  # noqa: F401
+import firedistill.report.curves  # noqa: F401
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.cli.names import method_names

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from firedistill.report.build import write_report
-from firedistill.report.curves import plot_runs
 from firedistill.terminal import visible
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -32,9 +30,13 @@ def report_command(arguments: Sequence[str], console: Console) -> int:
             raise ValueError(
                 f"-o is {options.output}: expected {expected}; {options.output}/ makes a folder, with the page index.html in it"
             )
+        from firedistill.report.curves import plot_runs  # imports torch
+
         notes: list[str] = []
         written = [plot_runs(options.runs, output, notes=notes)]
     else:
+        from firedistill.report.build import write_report  # imports torch
+
         study, written = write_report(options.runs, output)
         notes = study.notes
     for note in notes:
