@@ -270,52 +270,31 @@ def noise_costs(table: pd.DataFrame) -> str:
 
 
 def noise_weights(table: pd.DataFrame) -> str:
-    """The weight of the view without the noisy field where that field is right and where it is wrong.
+    """The weight of the view without the noisy field in answers to the same problems, in runs where it is right and where it is wrong.
 
-    Before training, both are of equal answers, from the runs with r = 0 and 0.5. After training, they are of answers to different
-    problems, from the runs with r = 0.5.
+    The field is right in the runs with r = 0, and wrong about these problems in those with r = 0.5.
     """
-    header = [
-        "field",
-        "training",
-        "answers: field right, wrong",
-        "weight, field right",
-        "weight, field wrong",
-        "difference (95 %)",
-    ]
+    header = ["field", "training", "answers", "weight, field right", "weight, field wrong", "difference (95 %)"]
     rows = []
     for place, field in NOISY.items():
-        clean, noisy = (select(table, variant=f"{place}-{share}") for share in ("0", "0.5"))
-        equal = select(noisy, step=0, wrong=1).merge(select(clean, step=0), on=["seed", "uid"], suffixes=("_wrong", "_right"))
-        before = [equal.rename(columns={f"weight_{kind}": "weight"}) for kind in ("right", "wrong")]
-        after = [select(noisy[noisy["step"] > 0], wrong=wrong) for wrong in (0, 1)]
-        for title, pair in {"before": before, "after": after}.items():
-            right, wrong = map(drawn_weights, pair)
-            mean, low, high = over_seeds(wrong - right)
-            row = [f"`{field}`", title, ", ".join(str(len(found)) for found in pair)]
-            row += [f"{over_seeds(weights)[0]:.4f}" for weights in (right, wrong)]
+        for title, saved in {"before": table[table["step"] == 0], "after": table[table["step"] > 0]}.items():
+            clean, noisy = (select(saved, variant=f"{place}-{share}") for share in ("0", "0.5"))
+            pairs = select(noisy, wrong=1).merge(clean, on=["seed", "uid"], suffixes=("_wrong", "_right"), validate="1:1")
+            weights = pairs.groupby("seed")[["weight_right", "weight_wrong"]].mean().mean()
+            mean, low, high = interval_of_answers(pairs["weight_wrong"] - pairs["weight_right"], pairs["seed"])
+            row = [f"`{field}`", title, str(len(pairs)), *(f"{weight:.4f}" for weight in weights)]
             rows.append([*row, f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"])
     return markdown(header, rows)
 
 
-def drawn_weights(rows: pd.DataFrame) -> np.ndarray:
-    """By seed (row): the mean weight of its answers, and of resamples of them, which draw equal answers alike."""
+def interval_of_answers(values: pd.Series, seeds: pd.Series) -> tuple[float, float, float]:
+    """Mean over seeds of the means of their answers, and the ends of a 95 % interval that draws seeds, and answers of each."""
     generator = np.random.default_rng(0)
-    by_seed = [found.to_numpy() for _, found in rows.groupby("seed")["weight"]]
+    by_seed = [found.to_numpy() for _, found in values.groupby(seeds)]
     shape = (RESAMPLES, len(by_seed))  # a seed may be drawn for each place
-    draws = [generator.integers(0, len(values), (*shape, len(values))) for values in by_seed]
-    return np.array(
-        [[values.mean(), *values[drawn].mean(axis=-1).ravel()] for values, drawn in zip(by_seed, draws, strict=True)]
-    )
-
-
-def over_seeds(weights: np.ndarray) -> tuple[float, float, float]:
-    """Mean of the sample, and the ends of a 95 % interval that draws seeds, too."""
-    places = len(weights)
-    drawn = weights[:, 1:].reshape(places, RESAMPLES, places)
-    seeds = np.random.default_rng(1).integers(0, places, (RESAMPLES, places))
-    low, high = np.quantile(drawn[seeds, np.arange(RESAMPLES)[:, None], np.arange(places)].mean(axis=1), [0.025, 0.975])
-    return float(weights[:, 0].mean()), float(low), float(high)
+    means = [found[generator.integers(0, len(found), (*shape, len(found)))].mean(axis=-1) for found in by_seed]
+    low, high = np.quantile(np.choose(generator.integers(0, len(by_seed), shape), means).mean(axis=1), [0.025, 0.975])
+    return float(np.mean([found.mean() for found in by_seed])), float(low), float(high)
 
 
 OPTIMIZERS = {

@@ -53,14 +53,27 @@ def test_the_interval_covers_seeds_and_problems():
     assert [low, high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=1.5)
 
 
-def test_weights_of_equal_answers_are_paired():
+def test_the_interval_of_answers_draws_seeds_and_answers():
     draw = np.random.default_rng(1)
-    right = pd.DataFrame({"seed": np.repeat([0, 1, 2], 20), "weight": draw.random(60)})
-    wrong = right.assign(weight=right["weight"] + np.repeat([0.1, 0.2, 0.6], 20))
-    mean, low, high = studies.over_seeds(studies.drawn_weights(wrong) - studies.drawn_weights(right))
-    # Within a seed, the difference is constant, so that only the draw of three seeds matters.
-    assert [mean, low, high] == pytest.approx([0.3, 0.1, 0.6])
-    mean, low, high = studies.over_seeds(studies.drawn_weights(right))
-    by_seed = right["weight"].to_numpy().reshape(3, 20)
-    drawn = [np.mean([draw.choice(by_seed[seed], 20).mean() for seed in draw.integers(0, 3, 3)]) for _ in range(10_000)]
-    assert mean == pytest.approx(by_seed.mean()) and [low, high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    seeds = pd.Series(np.repeat([0, 1, 2], 20))
+    # Within a seed, the answers are equal, so that only the draw of three seeds matters.
+    found = studies.interval_of_answers(pd.Series(np.repeat([0.1, 0.2, 0.6], 20)), seeds)
+    assert found == pytest.approx((0.3, 0.1, 0.6))
+    values = draw.random((3, 20))
+    mean, low, high = studies.interval_of_answers(pd.Series(values.ravel()), seeds)
+    drawn = [np.mean([draw.choice(values[seed], 20).mean() for seed in draw.integers(0, 3, 3)]) for _ in range(10_000)]
+    assert mean == pytest.approx(values.mean()) and [low, high] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+
+
+def test_weights_are_of_the_same_problems_with_right_and_with_wrong_feedback():
+    """Problems with larger weights in both runs are no sign of wrong feedback."""
+    rows = [
+        {"variant": variant, "seed": seed, "step": step, "uid": uid, "wrong": int(variant == "answer-0.5" and uid == "b"), "weight": w}
+        for variant in ("answer-0", "answer-0.5", "hint-0", "hint-0.5")
+        for seed in (0, 1)
+        for step in (0, 150)
+        for uid, w in (("a", 0.1), ("b", 0.4 + seed / 10))
+    ]
+    table = pd.DataFrame(rows).assign(wrong=lambda t: t["wrong"].where(t["variant"] != "hint-0.5", (t["uid"] == "b").astype(int)))
+    lines = studies.noise_weights(table).splitlines()[2:]
+    assert lines[1] == "| `verifier` | after | 2 | 0.4500 | 0.4500 | +0.0000 (+0.0000 to +0.0000) |" and len(lines) == 4
