@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
 from firedistill.rollouts.server import VLLMServerEngine
-from firedistill.rollouts.vllm import VLLMEngine, environment_of_engine
+from firedistill.rollouts.vllm import SETTINGS, VLLMEngine, environment_of_engine
 from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
 from firedistill.run.log import read_jsonl
 from firedistill.step import engine_gap
@@ -272,6 +273,55 @@ def test_the_engine_has_the_threads_of_the_trainer(threads, bound, monkeypatch):
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
+@pytest.mark.parametrize(("free", "share"), [(30.0, 29 / 80), (0.5, 2**-10 / 80)], ids=["room", "no room"])
+def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(free, share, model, monkeypatch):
+    """vLLM starts only if the share that it is given is free, and cannot use what PyTorch keeps in the trainer's process."""
+    done: list = []
+
+    class LLM:
+        def __init__(self, **options):
+            done.append(("start", options["gpu_memory_utilization"], options["kv_cache_memory_bytes"]))
+
+        def wake_up(self):
+            done.append("wake up")
+
+    def memory(device):
+        assert device == torch.device("cuda", 1)
+        return int(free * 2**30), 80 * 2**30
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    for name, function in {
+        "mem_get_info": memory,
+        "empty_cache": lambda: done.append("release"),
+        "synchronize": lambda *arguments: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8, weights="lora")
+    engine.device = torch.device("cuda", 1)
+    engine._wake()
+    engine._wake()
+    engine.close()
+    cache = 2 * 2 * 2 * 32 * 4 * 8 * 256  # keys and values of 8 sequences of 100 tokens, in blocks of 128 and with one to spare
+    assert done == ["release", ("start", pytest.approx(share), cache), "release", "wake up"]
+
+
+def test_on_a_cpu_the_engine_is_given_no_share_of_a_gpu(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    engine = VLLMEngine(model, byte_tokenizer(), context=100)
+    engine.scratch = tmp_path
+    assert not {"gpu_memory_utilization", "enable_sleep_mode"} & engine._options().keys()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-vllm")
+def test_vllm_knows_every_setting():
+    from vllm import envs
+
+    assert SETTINGS.keys() <= envs.environment_variables.keys()
+
+
 def test_without_vllm_the_extra_is_named(model, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'firedistill\[vllm\]'"):
@@ -287,7 +337,7 @@ class Server(ThreadingHTTPServer):
     Attributes:
         adapters: contents of the registered adapters, by name.
         requests: number of requests by path.
-        faults: statuses, or None for a cut connection, that the next requests for completions get.
+        faults: statuses, bytes, or None for a cut connection, that the next requests for completions get.
     """
 
     def __init__(self):
@@ -341,6 +391,8 @@ class Handler(BaseHTTPRequestHandler):
             status = self.server.faults.pop(0)
             if status is None:
                 return self.connection.close()
+            if isinstance(status, bytes):
+                return self.wfile.write(status)
             return self.answer(status, {"message": "fault"})
         if body["model"] not in self.server.adapters:
             return self.answer(404, {"message": f"The model {body['model']} does not exist."})
@@ -413,7 +465,20 @@ def test_two_runs_on_one_server_have_names_of_their_own(model, servers, tmp_path
     assert len(servers[0].adapters) == 1
 
 
-@pytest.mark.parametrize("faults", [[503, 500], [None, None, 500], [404]])
+CUT = b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"model"'
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [503, 500],
+        [None, None, 500],
+        [404],
+        [CUT, CUT],
+        [CUT.replace(b"200 OK", b"503 Service Unavailable")],
+        [b"no status line\r\n\r\n"],
+    ],
+)
 def test_a_server_that_fails_for_a_while_is_retried(faults, model, servers, tmp_path):
     servers[0].faults = list(faults)
     responses = engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
@@ -430,7 +495,12 @@ def test_a_server_that_restarts_gets_the_adapter_again(model, servers, tmp_path)
 
 @pytest.mark.parametrize(
     ("faults", "message"),
-    [([503] * 999, "has not answered for 0 s"), ([400], "refuses a request"), ([404] * 4, "has lost the adapter .* twice")],
+    [
+        ([503] * 999, "has not answered for 0 s"),
+        ([CUT] * 999, r"has not answered for 0 s \(IncompleteRead\(8 bytes read, 92 more expected\)\)"),
+        ([400], "refuses a request"),
+        ([404] * 4, "has lost the adapter .* twice"),
+    ],
 )
 def test_a_server_that_stays_broken_is_an_error(faults, message, model, servers, tmp_path):
     servers[0].faults = faults

@@ -28,7 +28,7 @@ from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens per row between two looks of the host
-WINDOW = 256  # attention reads a multiple of this number of columns; each multiple has its own graph
+WINDOW = 256  # attention reads a multiple of this number of columns; see `window_of`
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
 
@@ -47,6 +47,14 @@ def power_of_two(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
+def window_of(columns: int) -> int:
+    """The least window that holds this number of columns."""
+    # Each window has its own graph. Wider steps keep those of long answers few: 22 for 16,384 tokens. On average, attention reads half
+    # a step in vain.
+    step = WINDOW if columns <= 8 * WINDOW else 4 * WINDOW
+    return -(-columns // step) * step
+
+
 class FixedLayer(StaticLayer):
     """Keys and values `[rows, heads, columns, size]` of a layer; `column` `[1]` says where the next ones are written."""
 
@@ -63,8 +71,14 @@ class FixedLayer(StaticLayer):
         self.keys, self.values = (buffer[:rows, :, :columns] for buffer in self.buffers)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys.index_copy_(2, self.column, key_states)
-        self.values.index_copy_(2, self.column, value_states)
+        # A single index cannot collide, and CUDA's deterministic kernel copies the whole view and sorts.
+        mode = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode(0)
+        try:
+            self.keys.index_copy_(2, self.column, key_states)
+            self.values.index_copy_(2, self.column, value_states)
+        finally:
+            torch.set_deterministic_debug_mode(mode)
         return self.keys, self.values
 
 
@@ -86,6 +100,7 @@ class Decoder:
         self.model, self.pad_id, self.stop_ids = model, pad_id, stop_ids
         self.captures = model.device.type == "cuda"
         self.numbers = itertools.count()
+        self.stream: Any = None  # of all captures, on the model's device
         self.release()
 
     def release(self) -> None:
@@ -179,8 +194,8 @@ class Decoder:
         at["column"] += 1
 
     def window(self, rows: int, column: int) -> int:
-        """Let attention read `rows` and the columns up to the first multiple of `WINDOW` past this one; returns their number."""
-        window = min(-(-(column + 1) // WINDOW) * WINDOW, self.columns)
+        """Let attention read `rows` and the window that holds this column; returns its columns."""
+        window = min(window_of(column + 1), self.columns)
         if self.shown != (rows, window):
             self.shown = rows, window
             for layer in self.layers:
@@ -195,7 +210,7 @@ class Decoder:
         if self.captures and key in self.graphs:
             self.graphs[key] = graph = self.graphs[key] or self.capture(rows, window, sampling)
             if graph is not None:
-                return graph.replay()
+                return graph.replay()  # on the device of the capture, whichever is current
         elif self.captures:
             if len(self.graphs) == GRAPHS:
                 self.drop_graphs()
@@ -207,10 +222,13 @@ class Decoder:
         try:
             graph = torch.cuda.CUDAGraph()
             self.pool = self.pool or torch.cuda.graph_pool_handle()
-            # Where a capture does not begin or end, `torch.cuda.graph` leaves its own stream current.
+            self.stream = self.stream or torch.cuda.Stream(self.model.device)
+            # The default stream of captures is on the device of the process's first one. Where a capture does not begin or end,
+            # `torch.cuda.graph` leaves its stream current.
             with (
+                torch.cuda.device(self.model.device),
                 torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 self.step(rows, window, sampling)
         except Exception as error:
@@ -225,11 +243,12 @@ class Decoder:
 
     def clean_up(self) -> None:
         """Undo what a failed capture leaves behind: allocation in the pool, of which it is a user, and a generator in its middle."""
+        device: Any = self.model.device.index
         with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)  # raises if the capture has ended it
-            torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
+            torch._C._cuda_endAllocateToPool(device, self.pool)  # raises if the capture has ended it
+            torch._C._cuda_releasePool(device, self.pool)
         with suppress(Exception):
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator = torch.cuda.default_generators[device]
             generator.graphsafe_set_state(generator.clone_state())
         self.drop_graphs()
 

@@ -48,7 +48,6 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as the large
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
@@ -123,6 +122,8 @@ class VLLMEngine(RemoteEngine):
 
     def _wake(self) -> None:
         """Start the child process, or load its weights again where it sleeps."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the child process cannot use blocks that PyTorch keeps in this one
         if self.llm is None:
             self._start()
         elif self.device.type == "cuda":
@@ -182,6 +183,8 @@ class VLLMEngine(RemoteEngine):
             options |= {"enable_chunked_prefill": False, "enforce_eager": True}
         else:
             options["enable_sleep_mode"] = True
+        if self.device.type == "cuda":
+            options["gpu_memory_utilization"] = free_share(self.device)
         return options
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -262,6 +265,16 @@ def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     blocks = -(-context // 128) + 1
     return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize * blocks * 128 * sequences
+
+
+def free_share(device: torch.device) -> float:
+    """`gpu_memory_utilization` beside the student: the free share of the GPU's memory, less 1 GiB for the child's CUDA context.
+
+    vLLM does not start if less than this share is free, and its default of about 0.9 ignores the student on the same GPU. The size of
+    its cache depends on `kv_cache_memory_bytes` only.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    return max(free - 2**30, 2**20) / total  # vLLM requires a share above 0
 
 
 @contextmanager
