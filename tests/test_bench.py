@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,6 +49,7 @@ from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
+from firedistill.cli.bench import refuse_other_setting
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollouts.hf import MERGING_PAYS_AFTER, HFRolloutEngine
@@ -569,10 +571,41 @@ def test_decoding_is_measured_in_every_mode_of_the_engine():
 
     for engine in (growing, at_fixed_addresses):
         before = state(engine)
-        seen = {name: state(engine) for name in steps.switched(engine)}
+        seen = {name: state(engine) for name in steps.switched(engine, [*steps.MODES, steps.AS_IN_TRAINING])}
         assert seen.pop("as in training") == before == state(engine)
         assert seen == {name: mode for name, mode in steps.MODES.items() if engine is at_fixed_addresses or not mode[2]}
-    assert list(steps.switched(object())) == ["as in training"]
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_decoding_without_graphs_comes_last_and_once(captures, monkeypatch, tmp_path):
+    """Before it, every batch size by graphs, and long prompts with what a GPU does in training."""
+    lengths: list[list[int]] = []
+
+    @contextmanager
+    def trainer_of(*arguments, **settings):
+        with models.trainer_of(*arguments, **settings) as trainer:
+            trainer.rollout_engine = engine = HFRolloutEngine(trainer.model, trainer.setup.tokenizer, fixed=True)
+            engine.decoder.captures = captures
+            engine.generate = lambda prompts, *more, **others: (
+                lengths.append([len(prompt) for prompt in prompts]) or [SimpleNamespace(token_ids=[1])]
+            )
+            yield trainer
+
+    monkeypatch.setattr(steps, "trainer_of", trainer_of)
+    monkeypatch.setattr(steps, "per_token", lambda sample, few, *more: ([1.0], {"tokens": sample(few)}))
+    found = [(row["case"]["batch"], row["case"]["prompt"], row["variant"]) for row in record_of("decoding", tmp_path)["rows"]]
+    fused, *others = ("merged, fused layers", "merged", "unmerged")
+    by_graph = [f"{name}, graph" for name in (fused, *others)] if captures else []
+    expected = [(batch, 40, name) for batch in (1, 3) for name in ("as in training", *by_graph)]
+    expected += [(3, 60, f"{fused}, graph")] * captures + [(3, 40, f"{name}, no graph") for name in (fused, *others)]
+    assert found == expected and [len(prompts) for prompts in lengths] == [batch for batch, *_ in expected]
+    assert all(prompts[0] == pytest.approx(prompt, abs=2) for prompts, (_, prompt, _) in zip(lengths, expected, strict=True))
+
+
+def test_fused_layers_are_measured_and_tested_within_five_minutes():
+    names = [part.name for part in gpu.PARTS]
+    last = max(names.index("decoding"), names.index("tests"))
+    assert sum(part.seconds for part in gpu.PARTS[: last + 1]) <= 300
 
 
 def test_prompts_have_several_lengths_and_the_mean_that_was_asked_for():
@@ -695,7 +728,7 @@ def test_without_a_gpu_one_line_says_what_to_do(arguments, capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["warp-drive"], "unknown part warp-drive; known are ceilings, head-check"),
+        (["warp-drive"], "unknown part warp-drive; known are ceilings, decoding"),
         (["--budget", "0"], "--budget is 0; expected seconds above 0"),
         (["--device", "cpu"], "add --tiny"),
         (["--page"], "holds no measurements"),
@@ -710,6 +743,20 @@ def test_devices_and_sizes_are_not_mixed_in_a_folder(gpu_records, capsys, tmp_pa
     parts.write(tmp_path, gpu_records["ceilings"] | {"device": "cuda"})
     assert cli.main(["bench", "gpu", "--device", "cpu", "--tiny", "-o", str(tmp_path)]) == 2
     assert "holds measurements of cuda at tiny sizes" in " ".join(capsys.readouterr().err.split())
+
+
+def test_gpus_are_not_mixed_in_a_folder(tmp_path, monkeypatch):
+    """A record of a CPU may name the GPU of its machine."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    facts = {"state": "done", "rows": [], "device": "cuda", "tiny": False}
+    for part, name in (("ceilings", "NVIDIA H200"), ("decoding", "NVIDIA A100-SXM4-80GB")):
+        refuse_other_setting(tmp_path, Setting("cuda", False, tmp_path))
+        parts.write(tmp_path, facts | {"part": part, "hardware": {"gpu": {"name": name}}})
+    with pytest.raises(ValueError, match="measurements of NVIDIA A100-SXM4-80GB, and the GPU here is NVIDIA H200: .* --output"):
+        refuse_other_setting(tmp_path, Setting("cuda", False, tmp_path))
+    for part in ("ceilings", "decoding"):
+        parts.write(tmp_path, parts.read(tmp_path, part) | {"device": "cpu"})
+    refuse_other_setting(tmp_path, Setting("cpu", False, tmp_path))
 
 
 @pytest.mark.slow

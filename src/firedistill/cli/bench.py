@@ -131,11 +131,17 @@ def default_tests() -> str | None:
 
 
 def refuse_other_setting(folder: Path, setting: Setting) -> None:
-    """Raise ValueError if the folder holds measurements of another device or other sizes."""
+    """Raise ValueError if the folder holds measurements of another device, another GPU or other sizes."""
     for part in gpu.PARTS:
         record = parts.read(folder, part.name) or {}
         if "device" in record and (record["device"], record["tiny"]) != (setting.device, setting.tiny):
             sizes = "tiny" if record["tiny"] else "full"
             raise ValueError(
                 f"{folder} holds measurements of {record['device']} at {sizes} sizes: name another folder with --output"
+            )
+        measured = (record.get("hardware") or {}).get("gpu")
+        # The floors of all parts come from one GPU, the one that `ceilings` has measured.
+        if setting.is_gpu and measured and measured["name"] != (present := torch.cuda.get_device_name()):
+            raise ValueError(
+                f"{folder} holds measurements of {measured['name']}, and the GPU here is {present}: name another folder with --output"
             )

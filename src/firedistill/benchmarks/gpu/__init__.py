@@ -21,9 +21,10 @@ from firedistill.benchmarks.parts import Part
 
 PARTS = (
     Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15),
+    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 90),
+    Part("tests", "The tests that need a GPU", 60, alone=True),
     Part("head-check", "The head and loss against the equations in float64", 90, alone=True),
     Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115),
-    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 160),
     Part("head", "Head and loss, forward and backward, by chunk size", 35),
     Part("waits", "Waits for the device in a FIRE step", 30),
     Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True),
@@ -31,7 +32,6 @@ PARTS = (
     Part("scoring", "The teacher's forward passes", 40),
     Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90),
     Part("profile", "Where the time of a FIRE step and of decoding goes", 45),
-    Part("tests", "The tests that need a GPU", 40, alone=True),
     Part("step-14b", "Whole steps at the shape of Qwen2.5 14B", 200),
     Part("step-3b", "Whole steps at the shape of Qwen2.5 3B", 100),
     Part("decoding-transformers", "Sampling by `generate` of transformers", 150, alone=True),

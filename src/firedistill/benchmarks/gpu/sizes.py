@@ -77,6 +77,7 @@ class Sizes:
     over: tuple[float, ...] = (0.0, 0.1, 1.0)  # shares of the tokens over the radius
     compiler: str = "inductor"
     batches: tuple[int, ...] = (1, 8, 32)
+    long_prompt: int = 4000  # of one case of decoding
     new_tokens: tuple[int, int] = (16, 80)  # the time between them is that of the tokens beyond the first ones
     decoding_repeats: int = 3
     scored: tuple[int, ...] = (1, 4, 8)  # responses
@@ -105,6 +106,7 @@ TINY = Sizes(
     over=(0.0, 0.5),
     compiler="aot_eager",
     batches=(1, 3),
+    long_prompt=60,
     new_tokens=(2, 4),
     decoding_repeats=1,
     scored=(2,),

@@ -6,7 +6,8 @@ import gc
 import importlib.util
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.gpu.models import EveryStep, random_model, trainer_of, wrong_rollouts
+from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, random_model, trainer_of, wrong_rollouts
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.benchmarks.parts import Skipped
@@ -25,7 +26,6 @@ from firedistill.models.states import score_responses
 from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
-from firedistill.rollouts.hf import HFRolloutEngine
 
 FIRE, FULL_CONTEXT = "fire", "full_context"
 
@@ -33,45 +33,51 @@ FIRE, FULL_CONTEXT = "fire", "full_context"
 
 # Ways of sampling: whether the adapter is merged, layers are fused, and a graph is replayed
 MODES = {
-    "unmerged, no graph": (False, False, False),
-    "unmerged, graph": (False, False, True),
-    "merged, no graph": (True, False, False),
-    "merged, graph": (True, False, True),
-    "merged, fused layers, no graph": (True, True, False),
     "merged, fused layers, graph": (True, True, True),
+    "merged, graph": (True, False, True),
+    "unmerged, graph": (False, False, True),
+    "merged, fused layers, no graph": (True, True, False),
+    "merged, no graph": (True, False, False),
+    "unmerged, no graph": (False, False, False),
 }
+AS_IN_TRAINING = "as in training"
 
 
-def switched(engine: Any) -> Iterator[str]:
-    """Let the engine sample in each of the `MODES` that it has; yields their names."""
-    yield "as in training"
-    if not isinstance(engine, HFRolloutEngine):
-        return
-    usual = engine.merge_adapter, engine.fuse_layers
+def switched(engine: Any, names: Iterable[str]) -> Iterator[str]:
+    """Let the engine sample in these modes, without those whose graphs it does not have; yields their names."""
     captures = engine.decoder is not None and engine.decoder.captures
-    for name, (engine.merge_adapter, engine.fuse_layers, graph) in MODES.items():
+    usual = engine.merge_adapter, engine.fuse_layers, captures
+    for name in names:
+        engine.merge_adapter, engine.fuse_layers, graph = usual if name == AS_IN_TRAINING else MODES[name]
         if captures or not graph:
             if engine.decoder is not None:
                 engine.decoder.captures = graph
             yield name
-    engine.merge_adapter, engine.fuse_layers = usual
+    engine.merge_adapter, engine.fuse_layers, _ = usual
     if engine.decoder is not None:
         engine.decoder.captures = captures
 
 
 def decoding(setting: Setting) -> Iterator[harness.Row]:
-    """Seconds of one step of the engine's loop: what more tokens take, divided by their number."""
+    """Seconds of one step of the engine's loop: what more tokens take, divided by their number.
+
+    The modes without graphs are slow. They come last, at one batch size.
+    """
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     few, many = sizes.new_tokens
+    graphs = [name for name, (_, _, graph) in MODES.items() if graph]
+    others = [name for name in MODES if name not in graphs]
+    middle = sizes.batches[1]
+    cases: list[tuple[int, int, list[str]]] = [(batch, sizes.prompt, [AS_IN_TRAINING, *graphs]) for batch in sizes.batches]
+    cases += [(middle, sizes.long_prompt, graphs[:1]), (middle, sizes.prompt, others)]
     with trainer_of(setting, random_model(shape, setting.device), rollout_batch_size=max(sizes.batches)) as trainer:
         engine: Any = trainer.rollout_engine
-        examples = trainer.setup.train_examples
-        every = [trainer.encoder.encode(student_messages(trainer.task, example)) for example in examples[: max(sizes.batches)]]
-        for batch in sizes.batches:
-            prompts = every[:batch]
-            work = shape.decoding(batch, sizes.prompt + few, sizes.prompt + many)
+        for batch, prompt, names in cases:
+            task = GPUTask(replace(sizes, prompt=prompt), trainer.setup.tokenizer)
+            prompts = [trainer.encoder.encode(student_messages(task, example)) for example in task.examples("train", batch)]
+            work = shape.decoding(batch, prompt + few, prompt + many)
             per_step = [(operations / (many - few), read / (many - few)) for operations, read in work]
-            for name in switched(engine):
+            for name in switched(engine, names):
 
                 def sample(tokens: int, prompts: list[list[int]] = prompts) -> int:
                     found = engine.generate(prompts, Sampling(0.8, 0.95, tokens), seed=0)
@@ -80,7 +86,7 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
                 steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
                 if engine.decoder is not None and engine.decoder.captures:
                     facts["graphs"] = sum(graph is not None for graph in engine.decoder.graphs.values())
-                yield row_of({"batch": batch, "prompt": sizes.prompt}, name, steps, work=per_step, details=facts)
+                yield row_of({"batch": batch, "prompt": prompt}, name, steps, work=per_step, details=facts)
 
 
 def per_token(sample: Callable[[int], int], few: int, many: int, repeats: int) -> tuple[list[float], dict[str, Any]]:
