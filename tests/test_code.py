@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_file_is_divided_and_its_solutions_pass(tmp_path):
     assert not {example.question for example in train} & {example.question for example in held_out}
     assert train[0].uid.startswith("code:problems/all/") and train[0].answer == "3 tests"
     assert task.verify(train[0], train[0].solution).correct
+
+
+def test_tasks_that_read_no_folder_refuse_one(tmp_path):
+    source = write(tmp_path, ADD)
+    with pytest.raises(DataError, match=rf"code:problems reads {re.escape(source)}: leave data_dir \(.*\) out"):
+        load_task(f"code:{source}").examples("train", data_dir=str(tmp_path))
+    with pytest.raises(DataError, match="functions:easy generates its problems and reads no data: leave data_dir"):
+        load_task("functions:easy").examples("train", 1, data_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["answer", "hint"])
+def test_programs_have_no_answer_to_plant_noise_in(kind):
+    for task in (CodeTask(), Functions("easy")):
+        with pytest.raises(
+            ValueError, match=f"planted:{kind}:0.5:{task.name}: unit tests judge {task.name}, so .* such as arithmetic"
+        ):
+            load_task(f"planted:{kind}:0.5:{task.name}")
 
 
 def test_the_example_of_the_documentation(tmp_path):

@@ -559,6 +559,11 @@ def test_programs_are_verified_several_at_a_time_with_the_same_verdicts(monkeypa
     calls = [guarded.begin("verify", example, response) for example, response in pairs]
     together = [guarded.verify(*pair, call) for pair, call in zip(pairs, calls, strict=True)]
     assert together == alone and most > 1 and [verdict.correct for verdict in alone] == [False, True, False, True]
+
+
+def test_a_planted_task_uses_as_many_threads_as_its_task():
+    task = ToyTask()
+    task.at_once = 4
     assert Planted("hint", 0.5, task).at_once == 4
 
 

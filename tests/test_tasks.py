@@ -372,11 +372,11 @@ def test_a_faulty_row_of_a_divided_split_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (b'{"question": "a"', "one JSON object in UTF-8"),
-        (b"[1]", "found list [1]"),
+        (b'{"question": "a"', "one complete JSON object per line"),
+        (b"[1]", "not a JSON object (list [1])"),
         (b"\xff{}", "UTF-8"),
-        (b'{"question": %s}' % (b"9" * 5000), "one JSON object"),
-        (b"[" * 100_000, "one JSON object"),
+        (b'{"question": %s}' % (b"9" * 5000), "one complete JSON object"),
+        (b"[" * 100_000, "one complete JSON object"),
     ],
     ids=lambda value: str(value[:12]),
 )
@@ -396,7 +396,7 @@ def test_a_file_with_the_wrong_suffix(tmp_path, name):
 def test_texts_of_a_parquet_file_that_are_not_utf_8(tmp_path):
     texts = pyarrow.array([b"\xff\xfe"]).view(pyarrow.string())
     parquet.write_table(pyarrow.table({"question": texts, "answer": ["#### 1"]}), tmp_path / "train.parquet")
-    assert "train.parquet cannot be read as parquet" in failure("gsm8k", tmp_path)
+    assert "train.parquet, row 1: values that cannot be read" in failure("gsm8k", tmp_path)
 
 
 def test_whatever_a_row_makes_a_task_raise_names_the_row(tmp_path):

@@ -25,7 +25,7 @@ from firedistill.rollout import Rollout
 logger = logging.getLogger(__name__)
 
 MOST_TRIES = 12
-# What a share of a step is multiplied by is slightly below the quadratic's answer, and never so small that one wild KL ends the search.
+# Each try multiplies the share by CAUTION times the quadratic estimate, and by at least SMALLEST_CUT.
 CAUTION, SMALLEST_CUT = 0.98, 0.1
 
 

@@ -25,7 +25,6 @@ from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, map_tokens, token_log_probs
 from firedistill.objectives.distributions import entropy
 from firedistill.objectives.registry import register
-from firedistill.rollout import Rollout
 
 
 def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, advantage: float, delta: float) -> Tensor:
@@ -65,9 +64,6 @@ class NegativeAdvantage(Objective):
             raise ValueError(f"share is {self.share}; expected a share of the tokens, above 0 and at most 1")
         if not (-math.inf < self.advantage < 0 and math.isfinite(self.delta)):
             raise ValueError(f"advantage is {self.advantage} and delta {self.delta}; expected a negative and a finite number")
-
-    def needs_teacher(self, rollout: Rollout) -> bool:
-        return False
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         metrics, token_ids = Metrics(), batch.token_ids()

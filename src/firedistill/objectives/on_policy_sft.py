@@ -45,9 +45,6 @@ class OnPolicySFT(Objective):
     def trains(self, rollout: Rollout) -> bool:
         return rollout.verdict.correct
 
-    def needs_teacher(self, rollout: Rollout) -> bool:
-        return False
-
     def prepare(self, step: Step) -> tuple[list[float], Metrics]:
         """L_max for every rollout."""
         longest = step.max_over_processes(max((len(rollout.response_ids) for rollout in step.rollouts), default=0))

@@ -32,7 +32,7 @@ from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, Step, sampled_log_probs, token_log_probs
 from firedistill.objectives.distributions import entropy
 from firedistill.objectives.registry import register
-from firedistill.objectives.srpo import group_advantages
+from firedistill.objectives.srpo import verdict_advantages
 from firedistill.objectives.top_d import clipped_surrogate
 from firedistill.rollout import Rollout
 from firedistill.tasks import FeedbackField
@@ -115,10 +115,7 @@ class RLCSD(Objective):
 
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
         metrics = Metrics()
-        advantages = group_advantages(
-            torch.tensor([float(rollout.verdict.correct) for rollout in step.rollouts], dtype=torch.float64),
-            torch.tensor([rollout.prompt_index for rollout in step.rollouts]),
-        ).tolist()
+        advantages = verdict_advantages(step.rollouts)
         gaps = self.gaps(step, [rollout for rollout, a in zip(step.rollouts, advantages, strict=True) if a])
         prepared = []
         for rollout, advantage in zip(step.rollouts, advantages, strict=True):

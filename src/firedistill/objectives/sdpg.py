@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from firedistill.metrics import Metrics
@@ -29,7 +28,7 @@ from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, Step, frozen_states, sampled_log_probs, token_log_probs
 from firedistill.objectives.distributions import entropy, reverse_kl
 from firedistill.objectives.registry import register
-from firedistill.objectives.srpo import group_advantages
+from firedistill.objectives.srpo import verdict_advantages
 from firedistill.objectives.top_d import clipped_surrogate
 from firedistill.ops.head import Head
 from firedistill.rollout import Rollout
@@ -91,10 +90,7 @@ class SDPG(Objective):
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
         metrics, reference = Metrics(), self.reference_log_probs(step)
         tokens = step.sum_over_processes(sum(len(rollout.response_ids) for rollout in step.rollouts))
-        advantages = group_advantages(
-            torch.tensor([float(rollout.verdict.correct) for rollout in step.rollouts], dtype=torch.float64),
-            torch.tensor([rollout.prompt_index for rollout in step.rollouts]),
-        ).tolist()
+        advantages = verdict_advantages(step.rollouts)
         for advantage in advantages:
             metrics.mean(sdpg_advantage=abs(advantage))
         return [Prepared(tokens, a, of_one) for a, of_one in zip(advantages, reference, strict=True)], metrics

@@ -17,6 +17,7 @@ one update per batch all of them are 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,6 +54,13 @@ def group_advantages(rewards: Tensor, prompt_index: Tensor, deviation: Deviation
             centred = centred / (members.std(correction=int(deviation == "sample")) + 1e-6)
         advantages[group] = centred
     return advantages
+
+
+def verdict_advantages(rollouts: Sequence[Rollout], deviation: Deviation = "population") -> list[float]:
+    """`group_advantages` of rollouts; the reward is 1 for a correct response, else 0."""
+    rewards = torch.tensor([float(rollout.verdict.correct) for rollout in rollouts], dtype=torch.float64)
+    prompt_index = torch.tensor([rollout.prompt_index for rollout in rollouts])
+    return group_advantages(rewards, prompt_index, deviation).tolist()
 
 
 def entropy_weights(teacher_logits: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -130,11 +138,7 @@ class SRPO(Objective):
         for rollout, h in zip(wrong, entropies, strict=True):
             metrics.mean(srpo_entropy_weight=weights[rollout], srpo_teacher_entropy=h)
             metrics.maximum(srpo_entropy_weight_max=weights[rollout])
-        advantages = group_advantages(
-            torch.tensor([float(rollout.verdict.correct) for rollout in step.rollouts], dtype=torch.float64),
-            torch.tensor([rollout.prompt_index for rollout in step.rollouts]),
-            self.deviation,
-        ).tolist()
+        advantages = verdict_advantages(step.rollouts, self.deviation)
         for advantage in advantages:
             metrics.mean(srpo_advantage=abs(advantage))
         states = dict(zip(wrong, full.hidden.split(full.lengths), strict=True))

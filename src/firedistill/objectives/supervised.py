@@ -10,7 +10,6 @@ from firedistill.metrics import Metrics
 from firedistill.objectives.base import Objective
 from firedistill.objectives.batches import MicroBatch, token_log_probs
 from firedistill.objectives.registry import register
-from firedistill.rollout import Rollout
 
 
 @register("supervised")
@@ -18,9 +17,6 @@ class Supervised(Objective):
     """Token mean of the negative log-likelihood of every response; no teacher."""
 
     uses_teacher: ClassVar[bool] = False
-
-    def needs_teacher(self, rollout: Rollout) -> bool:
-        return False
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         token_ids = batch.token_ids()

@@ -317,7 +317,7 @@ class FirstPass:
 
         `products` and `full` are the student's and the teacher's `[C, V]` products at the C tokens `tokens`; `loo_hidden` is
         `[B, K, H]`. The views are projected for `chunk_size / B` tokens at a time. Functions are compiled for 1, 2, 4, ... views only:
-        the full one follows the others until there are as many. Its residual and energy are 0, so that it changes nothing.
+        the views are padded to such a number with the full view, whose residual and energy are 0.
         """
         fields = len(loo_hidden)
         more = 2 ** max(0, fields - 1).bit_length() - fields if is_compiled(products.device, self.dtype) else 0

@@ -15,8 +15,7 @@ from firedistill.report.intervals import NORMAL_95, estimate, evaluated_interval
 from firedistill.report.log import METRICS, NAMED
 from firedistill.report.read import Run, running_mean, shown
 
-# A curve of more points is drawn by the lowest and the highest one in each of as many stretches of equal length as give a half of
-# that many points.
+# Longer curves are thinned: MOST_POINTS // 4 equal stretches, the lowest and highest point of each.
 MOST_POINTS = 2000
 THINNED = "long curves show the lowest and highest values of stretches of equal length"
 

@@ -88,7 +88,7 @@ class Batch(Protocol):
         ...
 
     def keep(self, rows: list[int]) -> bool:
-        """Told which rows are not finished; true if the others are dropped."""
+        """Drop all rows but these, if the batch can; returns whether it did."""
         ...
 
 

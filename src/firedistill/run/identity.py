@@ -106,7 +106,7 @@ def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 # ---- Comparison with an earlier run ------------------------------------------------------------------------------------------
 
 
-# What runs did that store no such setting, where it is not the present default.
+# Values used by older runs, which do not store these settings, where they are not the present defaults.
 BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32", "judge_file": None}
 
 

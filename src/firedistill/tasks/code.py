@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from firedistill.tasks.feedback import CUT_MARK
+from firedistill.tasks.reading import open_rows
 from firedistill.tasks.sandbox import AT_ONCE, Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
-from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, read_file, text_field
+from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -115,7 +116,13 @@ class CodeTask(Task):
             self.train_split = self.eval_split = "all"
 
     def load_rows(self, published_split: str, data_dir: str | None = None) -> Rows:
-        return super().load_rows(published_split, data_dir) if self.source is None else read_file(self.source)
+        if self.source is None:
+            return super().load_rows(published_split, data_dir)
+        if data_dir is not None:
+            raise DataError(
+                f"{self.name} reads {self.source}: leave data_dir ({data_dir}) out, or name the task code, which reads it"
+            )
+        return open_rows(self.source)
 
     def division_key(self, row: Mapping[str, Any]) -> str:
         return text_field(row, _column(row, PROMPT_COLUMNS))
@@ -299,9 +306,9 @@ def read_tests(value: Any, entry_point: str, column: str = "tests") -> tuple[lis
     return tests, "\n".join(setup)
 
 
-def call_test(entry_point: str, arguments: Sequence[Any], expected: Any, *, json: bool = False) -> UnitTest:
+def call_test(entry_point: str, arguments: Sequence[Any], expected: Any) -> UnitTest:
     """The test that a call with these arguments, all of them plain data, returns what is expected."""
-    return UnitTest(Snippet("eval", f"{entry_point}({', '.join(map(repr, arguments))})"), expected=expected, json=json)
+    return UnitTest(Snippet("eval", f"{entry_point}({', '.join(map(repr, arguments))})"), expected=expected)
 
 
 def _call_test(item: Mapping[str, Any], entry_point: str, where: str) -> UnitTest:

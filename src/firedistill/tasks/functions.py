@@ -16,6 +16,7 @@ from typing import Any
 
 from firedistill.tasks.arithmetic import split_of
 from firedistill.tasks.code import CodeTask, call_test, code_example
+from firedistill.tasks.sources import refuse_data
 from firedistill.tasks.types import Example
 
 # The equally likely numbers of operations, before the one that reduces, of a level.
@@ -51,11 +52,12 @@ class Functions(CodeTask):
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
         """The first `n` problems of a stream that depends on level, split and seed only, or all that the level has.
 
-        `data_dir` is not used. "easy" has about 1,400 problems per split.
+        "easy" has about 1,400 problems per split.
 
         Raises:
-            ValueError: `split` is neither "train" nor "eval", or `n` is negative.
+            ValueError: `split` is neither "train" nor "eval", `n` is negative, or `data_dir` is given.
         """
+        refuse_data(self.name, data_dir)
         split, _ = self.resolve_split(split)
         if n is not None and n < 0:
             raise ValueError(f"n must be at least 0, or None for {DEFAULT_SIZE[split]} examples; got {n}")

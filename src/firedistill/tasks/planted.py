@@ -1,4 +1,4 @@
-"""Feedback with planted noise, on any task: what a method does with a field that is wrong with a known probability."""
+"""Feedback with planted noise, on any task with answers: what a method does with a field that is wrong with a known probability."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 
+from firedistill.tasks.code import CodeTask
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -28,7 +29,7 @@ class Planted(Task):
         task: the task.
 
     Raises:
-        ValueError: the kind or the rate is unknown.
+        ValueError: the kind or the rate is unknown, or unit tests judge the task, so that it has no answer to be wrong about.
     """
 
     def __init__(self, kind: str, rate: float, task: Task):
@@ -38,6 +39,11 @@ class Planted(Task):
             )
         self.kind, self.rate, self.task = kind, rate, task
         self.name = f"planted:{kind}:{rate:g}:{task.name}"
+        if isinstance(task, CodeTask):
+            raise ValueError(
+                f"{self.name}: unit tests judge {task.name}, so that there is no answer for feedback to be wrong about; name a task "
+                "with answers, such as arithmetic"
+            )
         for name in (
             "type_name",
             "answer_type",

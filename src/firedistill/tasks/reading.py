@@ -1,5 +1,5 @@
-"""Rows of the user's own data, read one at a time: files of any size, data sets and lists. A row that cannot be read has an error of
-its own, so that all of them can be named at once."""
+"""Rows of files of any size, data sets and lists, read one at a time. A row that cannot be read has an error of its own, so that all of
+them can be named at once."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def hub_splits(hub_id: str, config: str | None) -> list[str]:
         ) from error
 
 
-def hub_rows(hub_id: str, config: str | None, split: str) -> Rows:
-    """The rows of one split of a hub dataset, which `datasets` maps into memory."""
-    source, dataset = hub_dataset(hub_id, config, split, None, hub_id.rpartition("/")[2])
+def hub_rows(hub_id: str, config: str | None, split: str, revision: str | None = None, folder: str | None = None) -> Rows:
+    """The rows of one split of a hub dataset, which `datasets` maps into memory; see `hub_dataset`."""
+    source, dataset = hub_dataset(hub_id, config, split, revision, folder or hub_id.rpartition("/")[2])
     return rows_of(dataset, source)

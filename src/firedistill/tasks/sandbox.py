@@ -36,7 +36,6 @@ DESCRIPTIONS = {
     "limits": "limits of time, memory and processes only: programs can read your files and use the network",
 }
 MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
-MAX_REPORT_BYTES = 64 << 20
 
 _PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 AT_ONCE = max(1, _PROCESSORS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # programs that run at the same time

@@ -1,10 +1,7 @@
-"""Rows of a dataset, from the hub or from local files in the hub's columns, and checked access to their fields."""
+"""Published datasets, on the hub or in local files with the hub's columns, and checked access to the fields of their rows."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,26 +67,6 @@ def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
         f"data_dir {root} has no file for split {split!r}: expected {split}.jsonl, {split}.jsonl.gz or {split}.parquet there "
         f"or in its sub-folder {folder}. Found {seen}."
     )
-
-
-def read_file(path: Path) -> Rows:
-    """All rows of a `.jsonl`, `.jsonl.gz` or `.parquet` file.
-
-    Raises:
-        DataError: the file cannot be read, or a line is not a JSON object.
-    """
-    if path.name.endswith(".parquet"):
-        return _read_parquet(path)
-    try:
-        return _read_json_lines(path)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): download or write it again") from error
-
-
-def load_from_hub(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> Rows:
-    """One split from the Hugging Face hub, in memory; see `hub_dataset`."""
-    source, dataset = hub_dataset(hub_id, config, split, revision, folder)
-    return Rows(source, list(dataset))
 
 
 def hub_dataset(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> tuple[str, Any]:
@@ -195,44 +172,6 @@ def _field(
 def kind_of(value: Any) -> str:
     shown = repr(value)
     return "null" if value is None else f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
-
-
-def _read_json_lines(path: Path) -> Rows:
-    """One JSON object per line. Only a line feed ends a line; `str.splitlines` would also split at U+2028, which rows contain."""
-    opener = gzip.open if path.name.endswith(".gz") else open
-    records, numbers = [], []
-    with opener(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                records.append(_parse_line(path, number, line))
-                numbers.append(number)
-    return Rows(str(path), records, numbers)
-
-
-def _parse_line(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of thousands of digits, too deep
-        raise DataError(
-            f"{path}, row {number}: expected one JSON object in UTF-8 ({error}); each line must be a complete object"
-        ) from error
-    if not isinstance(record, dict):
-        raise DataError(f"{path}, row {number}: expected a JSON object, found {kind_of(record)}; name the columns")
-    return record
-
-
-def _read_parquet(path: Path) -> Rows:
-    import pyarrow.parquet
-
-    try:
-        return Rows(str(path), pyarrow.parquet.read_table(path).to_pylist())
-    except (
-        OSError,
-        ValueError,
-        OverflowError,
-        pyarrow.ArrowException,
-    ) as error:  # also texts and dates that Python cannot hold
-        raise DataError(f"{path} cannot be read as parquet ({_first_line(error)}): download or write it again") from error
 
 
 def _listing(folder: Path, limit: int = 20) -> str:

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from firedistill.tasks.feedback import structured_feedback
-from firedistill.tasks.sources import DataError, Rows, find_file, load_from_hub, read_file
+from firedistill.tasks.reading import hub_rows, open_rows
+from firedistill.tasks.sources import DataError, Rows, find_file
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 TRAIN_SHARE = 0.8  # of a published split that serves both as training and as evaluation data
@@ -132,10 +133,10 @@ class Task:
         """All rows of one published split. Override it to read data from elsewhere."""
         folder = self.folder or self.name
         if data_dir is not None:
-            return read_file(find_file(data_dir, folder, published_split))
+            return open_rows(find_file(data_dir, folder, published_split))
         if self.hub_id is None:
             raise DataError(f"{self.name} has no dataset on the hub: pass data_dir, a folder with {published_split}.jsonl")
-        return load_from_hub(self.hub_id, self.hub_config, published_split, self.hub_revision, folder)
+        return hub_rows(self.hub_id, self.hub_config, published_split, self.hub_revision, folder)
 
     def resolve_split(self, split: str) -> tuple[str, str | None]:
         """(published split, part of it) for a split name; the part is `"train"`, `"eval"`, or None for the full split.

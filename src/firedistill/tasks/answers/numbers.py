@@ -21,31 +21,15 @@ from firedistill.tasks.answers.text import (
 MAX_DIGITS = 300  # of a number and of its power of ten; longer numbers are not answers and would be slow to compute with
 
 
-def numeric_answer(response: str) -> Answer:
-    """The answer of a response whose gold is unknown.
-
-    >>> numeric_answer("6 * 7 = 42\\n#### 42 apples")
-    Answer(value='42', well_formed=True)
-    >>> numeric_answer("#### 2 and 6")
-    Answer(value='2; 6', well_formed=True)
-    >>> numeric_answer("So it is 42.")
-    Answer(value='42', well_formed=False)
-
-    The answer is the text after the last `####` that has any. Without one, the last number of the last line is extracted:
-    arithmetic skill and adherence to the format are separate facts.
-    """
-    plain = to_ascii(response)
-    content = _marked_content(plain)
-    return Answer(_last_number(last_line(plain)), False) if content is None else Answer(_normalised(content), True)
-
-
 def numeric_gold(text: str) -> str:
     """A dataset's answer, normalised. Normalised numbers stay as they are.
 
     >>> numeric_gold("1,200"), numeric_gold("7 (apples)"), numeric_gold("30 (girls); 15 (boys)"), numeric_gold("11:45 p.m.")
     ('1200', '7', '30; 15', '11:45 pm')
     """
-    return _normalised(clean(to_ascii(text))) or ""
+    content = clean(to_ascii(text))
+    values = stated_values(content)
+    return _normalised_text(content) if values is None else _joined(values)
 
 
 def numeric_equal(answer: str | None, gold: str) -> bool:
@@ -86,20 +70,6 @@ def lenient_numeric_correct(response: str, gold: str) -> bool:
     the text or of the answer line (the last numbers, if the gold has several).
     """
     return any(numeric_equal(value, gold) for value in _lenient_values(response, gold))
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The only number of a text, whatever decorates it; None if there is no number or more than one.
-
-    >>> [str(parse_number(text)) for text in ("$1,200.50", "1 1/2", "50%", "\\\\boxed{\\\\frac{1}{2}}", "1.5e3", "6*7 = 42")]
-    ['2401/2', '3/2', '50', '1/2', '1500', '42']
-    >>> [parse_number(text) for text in ("10 or 42", "4 2", "0x2A", "10-20", "9:2", "3 hours 20 minutes", "1/0")]
-    [None, None, None, None, None, None, None]
-
-    In an equation it is the value after the last equals sign. Parentheses after a number are remarks.
-    """
-    values = stated_values(clean(to_ascii(text)))
-    return values[0] if values is not None and len(values) == 1 else None
 
 
 def find_numbers(text: str) -> list[str]:
@@ -160,12 +130,6 @@ def _read_line(content: str, count: int) -> Answer:
     return Answer(_joined(values), len(values) == count)
 
 
-def _normalised(content: str) -> str | None:
-    """A cleaned answer line, normalised without knowledge of a gold."""
-    values = stated_values(content)
-    return (_normalised_text(content) or None) if values is None else _joined(values)
-
-
 def _normalised_text(cleaned: str) -> str:
     """Text as it is compared: lower case, `9 : 2` as `9:2`, `p.m.` as `pm`, no punctuation at its ends."""
     return _SPACED_JOINER.sub(r"\1", _DAYTIME.sub(r"\1m", cleaned.lower())).strip(" .,;:!?'\"$=")
@@ -206,7 +170,13 @@ class _Token(NamedTuple):
 def stated_values(content: str) -> list[Fraction] | None:
     """The values that a cleaned line states, in order; None if any part of it is not a plain value.
 
-    Commas, semicolons and "and" separate values. Alternatives ("10 or 42") leave the answer open.
+    Commas, semicolons and "and" separate values. Alternatives ("10 or 42") leave the answer open. In an equation the value is what
+    follows the last equals sign. Parentheses after a number are remarks.
+
+    >>> [str(stated_values(text)[0]) for text in ("$1,200.50", "1 1/2", "50%", "1.5e3", "6*7 = 42", "12 (3 groups of 4)")]
+    ['2401/2', '3/2', '50', '1500', '42', '12']
+    >>> [stated_values(text) for text in ("10 or 42", "4 2", "0x2A", "10-20", "9:2", "3 hours 20 minutes", "1/0")]
+    [None, None, None, None, None, None, None]
     """
     if len(content) > MAX_LINE_CHARACTERS:
         return None
