@@ -7,19 +7,24 @@ import re
 import shutil
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import firedistill
-from firedistill import Example, SelfDistillTrainer, Verdict, checks, load_task
-from firedistill.checks import CHECKED, check, check_memory
+from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, Verdict, checks, load_task
+from firedistill.checks import CHECKED, check, check_adapter, check_memory, check_options_without_effect, check_settings
 from firedistill.cli import main as cli
 from firedistill.footprint import memory_of_step
 from firedistill.models import tokens
 from firedistill.models.quantized import gradient_difference
+from firedistill.objectives import registered_objectives
+from firedistill.objectives.full_context import FullContext
 from firedistill.prompts import PromptEncoder, student_messages
+from firedistill.recipes import build_config, built_in_recipes
 from firedistill.setup import load_setup
+from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
 from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
 
@@ -347,6 +352,34 @@ def test_settings_that_do_not_fit(model, tmp_path):
     assert "7 problems are requested, the task has 5" in shown and "warms up for 9 of 6 steps" in shown
 
 
+def test_supervised_training_is_a_warm_start(model, tmp_path):
+    config = killable_config(model, tmp_path / "run", "supervised")
+    (finding,) = check_settings(load_setup(config, task=ToyTask()))
+    assert finding.level == "error" and "use firedistill warmstart" in finding.fix
+    assert list(check_settings(load_setup(WarmStartConfig(**config.resolved()), task=ToyTask()))) == []
+
+
+def test_an_initial_adapter_keeps_its_own_settings(model, tmp_path):
+    asked = {"lora_r": 4, "lora_alpha": 32, "lora_dropout": 0.1, "lora_target_modules": ["v_proj", "q_proj"]}
+    adapter = str(tmp_path / "adapter")
+
+    def warnings(**changes) -> list[str]:
+        setup = load_setup(killable_config(model, tmp_path / "run", "fire", **{**asked, **changes}), task=ToyTask())
+        if not changes:
+            setup.model.save_pretrained(adapter)
+        return [str(finding) for finding in check_adapter(setup) if finding.level == "warning"]
+
+    assert warnings() == warnings(initial_adapter=adapter) == []
+    for option, value, shown in (
+        ("lora_r", 8, "r 4, lora_r is 8"),
+        ("lora_alpha", 16, "lora_alpha 32, lora_alpha is 16"),
+        ("lora_dropout", 0.0, "lora_dropout 0.1, lora_dropout is 0.0"),
+        ("lora_target_modules", ["q_proj"], "target_modules ['q_proj', 'v_proj'], lora_target_modules is ['q_proj']"),
+    ):
+        (text,) = warnings(initial_adapter=adapter, **{option: value})
+        assert f"the initial adapter has {shown}; the adapter's own is used -> set {option} to" in text
+
+
 def test_options_that_nothing_reads(model, tmp_path):
     groups = {"attribution_groups": ["hi*=hints", "test_*=tests"]}
     assert only(found(model, tmp_path, **groups), "warning") == (
@@ -364,9 +397,48 @@ def test_options_that_nothing_reads(model, tmp_path):
     assert "ema_rate: it is 0.2, but teacher student is not a moving average" in shown
     fixed = {"step_scale": 4.0, "nominal_learning_rate": None}
     shown = only(found(model, tmp_path, method="srpo", **fixed), "warning")
-    assert "step_scale: it is 4, but method srpo has no radius" in shown
+    assert "step_scale: it is 4.0, but method srpo has no radius" in shown
     for method in ("fire", "routing", "full_context"):
         assert found(model, tmp_path, method=method, **fixed)["warning"] == []
+
+
+class OfOthers(FullContext):
+    """A method that is not of the package may read every option."""
+
+
+@pytest.mark.parametrize(
+    ("method", "changes", "complaint"),
+    [
+        (
+            "no_attribution",
+            {"attribution_views": 4},
+            "attribution_views: it is 4, but method no_attribution attributes nothing",
+        ),
+        ("hard_gradient_excision", {"attribution_views": 4}, None),
+        ("srpo", {"log_prob_floor": None}, "log_prob_floor: it is None, but method srpo has no floor under the teacher's"),
+        ("full_context", {"log_prob_floor": None}, "log_prob_floor: it is None, but method full_context has no floor"),
+        ("full_context", {"log_prob_floor": None, "method_settings": {"projection": True}}, None),
+        ("routing", {"log_prob_floor": None}, None),
+        ("srpo", {"log_prob_floor": None, "step_scale": 4, "nominal_learning_rate": None, "attribution_examples": 1}, None),
+        ("test_preflight:OfOthers", {"log_prob_floor": None, "attribution_views": 4}, None),
+        ("on_policy_sft", {"ema_rate": 0.01}, None),
+        ("fire", {"ema_rate": 0.2, "teacher": "initial"}, "ema_rate: it is 0.2, but teacher initial is not a moving average"),
+    ],
+    ids=str,
+)
+def test_options_of_other_methods(method, changes, complaint, tmp_path):
+    setup = SimpleNamespace(args=killable_config("unused", tmp_path / "run", method, **changes))
+    findings = [str(finding) for finding in check_options_without_effect(setup)]
+    assert len(findings) == (complaint is not None) and all(f"warning: {complaint}" in text for text in findings)
+
+
+@pytest.mark.parametrize("recipe", [name for name in built_in_recipes() if not name.endswith("-warmstart")])
+def test_built_in_recipes_set_nothing_without_effect(recipe):
+    """Suites run every method with one recipe."""
+    for method in registered_objectives():
+        if method != "supervised":
+            args = build_config(SelfDistillConfig, recipe, {"method": method, "use_cpu": True})
+            assert list(check_options_without_effect(SimpleNamespace(args=args))) == []
 
 
 def test_without_held_out_problems_nothing_is_evaluated(model, tmp_path):

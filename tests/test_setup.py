@@ -48,7 +48,7 @@ def test_everything_by_name(config):
 
 
 def test_the_callers_settings_are_copied(config, tmp_path):
-    settings = config(checkpoint_sampling=True, top_k=7, eval_size=0)
+    settings = config(checkpoint_sampling=True, eval_size=0)
     settings.eval_strategy, settings.eval_on_start, settings._n_gpu = "steps", True, 2
     model = random_model()
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, top_k=20, repetition_penalty=1.1)
@@ -66,8 +66,46 @@ def test_without_checkpoint_sampling_the_settings_hold(config):
     setup = load_setup(config(), model=model, tokenizer=byte_tokenizer())
     assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0)
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
-    setup = load_setup(config(checkpoint_sampling=True, top_k=7), model=model, tokenizer=byte_tokenizer())
+    setup = load_setup(config(checkpoint_sampling=True), model=model, tokenizer=byte_tokenizer())
     assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0), "the checkpoint has none"
+
+
+def test_checkpoint_sampling_overrides_no_setting(config):
+    model = random_model()
+    model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, top_k=20, repetition_penalty=1.1)
+    for changes, complaint in (
+        ({"top_k": 7}, "top_k is 7, but checkpoint_sampling uses the checkpoint's, 20: leave one"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty is 1.2, but checkpoint_sampling uses the checkpoint's, 1.1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load_setup(config(checkpoint_sampling=True, **changes), model=model, tokenizer=byte_tokenizer())
+    recorded = config(checkpoint_sampling=True, top_k=20, repetition_penalty=1.1)
+    assert load_setup(recorded, model=model, tokenizer=byte_tokenizer()).args.top_k == 20
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_dtype": "bfloat16"},
+        {"quantization": "nf4"},
+        {"quantization": "auto"},
+        {"attn_implementation": "eager"},
+        {"fsdp_size": 2},
+    ],
+    ids=str,
+)
+def test_settings_of_another_model_than_the_object_are_refused(changes, config):
+    ((name, value),) = changes.items()
+    complaint = f"{name} is {value}, but the model is an object that is loaded already .float32, attention sdpa.: pass its name"
+    with pytest.raises(ValueError, match=complaint):
+        load_setup(config(**changes), model=random_model(), tokenizer=byte_tokenizer())
+
+
+def test_settings_that_agree_with_the_object_are_recorded(config):
+    model = random_model(dtype=torch.bfloat16)
+    for asked in ("auto", "bfloat16"):
+        settings = config(model_dtype=asked, attn_implementation="sdpa")
+        assert load_setup(settings, model=model, tokenizer=byte_tokenizer()).args.model_dtype == "bfloat16"
 
 
 def test_several_gpus_are_reported(config, caplog):
@@ -99,6 +137,8 @@ def test_an_adapter_that_is_given_stays(config, tmp_path):
         assert same(load_setup(config(initial_adapter=str(tmp_path / "adapter")), train=train).model, saved)
     setup = load_setup(config(), model=saved, tokenizer=byte_tokenizer())
     assert setup.model is saved and set(saved.peft_config) == {"default"}
+    with pytest.raises(ValueError, match="initial_adapter is .*, but the model is an object that is loaded already"):
+        load_setup(config(initial_adapter=str(tmp_path / "adapter")), model=saved, tokenizer=byte_tokenizer())
 
 
 def test_problems_that_are_given_are_used(config):

@@ -26,7 +26,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.attention import NAME, multiplies_bfloat16
@@ -34,6 +34,7 @@ from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_differen
 from firedistill.models.states import unwrap
 from firedistill.models.tokens import end_of_turn_id, render
 from firedistill.objectives import load_objective
+from firedistill.objectives.full_context import FullContext
 from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
@@ -484,14 +485,16 @@ def check_adapter(setup: Setup) -> Iterator[Finding]:
     kinds = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
     count = sum(p.numel() for p in trained.values())
     yield Finding("note", "adapter", f"{count:,} trainable parameters in {len(modules)} modules ({kinds})")
-    rank = next((getattr(config, "r", None) for config in setup.model.peft_config.values()), None)
-    if setup.args.initial_adapter and rank not in (None, setup.args.lora_r):
-        yield Finding(
-            "warning",
-            "adapter",
-            f"the initial adapter has rank {rank}, lora_r is {setup.args.lora_r}; the adapter's own rank is used",
-            f"set lora_r to {rank}",
-        )
+    if setup.args.initial_adapter is None:
+        return
+    (config,) = setup.model.peft_config.values()
+    for name in ("r", "lora_alpha", "lora_dropout", "target_modules"):
+        option = name if name.startswith("lora_") else f"lora_{name}"
+        values = getattr(config, name), getattr(setup.args, option)
+        own, asked = (sorted(set(value)) if isinstance(value, list) else value for value in values)
+        if own != asked:
+            text = f"the initial adapter has {name} {own}, {option} is {asked}; the adapter's own is used"
+            yield Finding("warning", "adapter", text, f"set {option} to {own}")
 
 
 def check_gradient(setup: Setup) -> Iterator[Finding]:
@@ -535,25 +538,36 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
     if warmup >= args.max_steps > 1:
         text = f"the learning rate warms up for {warmup} of {args.max_steps} steps and does not reach its peak"
         yield Finding("warning", "warmup_steps", text, "lower warmup_steps")
+    if args.method == "supervised" and not isinstance(args, WarmStartConfig):
+        text = "supervised would train on the student's own responses, right or wrong"
+        yield Finding("error", "method", text, "use firedistill warmstart (WarmStartTrainer), which trains on gold solutions")
     if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
         text = f"{len(missing)} examples have no gold solution: {named(missing)}"
         yield Finding("error", "training data", text, "remove these rows")
 
 
 def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
-    """Options that neither the method nor the teacher of this run reads."""
+    """Options that neither the method nor the teacher of this run reads.
+
+    Silent about what recipes set for all methods: nominal_learning_rate, and ema_rate where the method uses no teacher.
+    """
     args = setup.args
     objective = load_objective(args.method, args.method_settings)
-    built_in = type(objective).__module__.startswith("firedistill.")
-    if args.groups_of_fields and built_in and not getattr(objective, "attribution", False):
-        text = f"method {args.method} attributes nothing to fields, so the groups have no effect"
-        yield Finding("warning", "attribution_groups", text, "leave attribution_groups out")
-    if args.step_scale is not None and built_in and not hasattr(objective, "projection"):
-        text = f"it is {args.step_scale:g}, but method {args.method} has no radius"
-        yield Finding("warning", "step_scale", text, "leave step_scale out")
-    if args.ema_rate != SelfDistillConfig.ema_rate and args.teacher_kind != "ema":
-        text = f"it is {args.ema_rate:g}, but teacher {args.teacher} is not a moving average"
-        yield Finding("warning", "ema_rate", text, "leave ema_rate out, or use teacher ema")
+    attribution, projection = (getattr(objective, name, None) for name in ("attribution", "projection"))
+    radius = projection is not None
+    floor = radius and (attribution or projection or not isinstance(objective, FullContext))
+    # Any option may be read by a method of others, and by the attribution that is saved for the report.
+    any_option = not type(objective).__module__.startswith("firedistill.") or args.attribution_examples > 0
+    for name, is_read, reason in (
+        ("attribution_groups", any_option or attribution, f"method {args.method} attributes nothing to fields"),
+        ("attribution_views", any_option or attribution, f"method {args.method} attributes nothing to fields"),
+        ("step_scale", any_option or radius, f"method {args.method} has no radius"),
+        ("log_prob_floor", any_option or floor, f"method {args.method} has no floor under the teacher's probabilities"),
+        ("ema_rate", args.teacher_kind == "ema", f"teacher {args.teacher} is not a moving average"),
+    ):
+        value, default = getattr(args, name), getattr(SelfDistillConfig, name, [])  # lists are no attributes of the class
+        if not is_read and value != default:
+            yield Finding("warning", name, f"it is {value}, but {reason}", f"leave {name} out")
 
 
 def check_servers(setup: Setup) -> Iterator[Finding]:
@@ -595,23 +609,18 @@ def check_disk(setup: Setup) -> Iterator[Finding]:
 def chosen_for_the_device(setup: Setup) -> dict[str, str]:
     """What was chosen for the device where the settings leave it open, and why, by name."""
     args, device = setup.args, setup.args.device
+    config = unwrap(setup.model).config
+    attention = config._attn_implementation
+    if not args.attn_implementation:
+        attention += f", the default {'for cpu' if attention == NAME else 'of transformers'}"
+    if device.type == "cuda":
+        attention += ", without cuDNN's kernels"
     shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
-    attention = unwrap(setup.model).config._attn_implementation
-    return {
-        **setup.decided,
-        "attn_implementation": f"{attention}"
-        + (
-            ""
-            if args.attn_implementation
-            else ", the default for cpu"
-            if attention == NAME
-            else ", the default of transformers"
-        )
-        + (", without cuDNN's kernels" if device.type == "cuda" else ""),
-        "teacher views": ("shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches")
-        + ("" if args.share_prefixes is not None else f", the default for {device.type}"),
-        "head": f"chunks of {default_chunk(unwrap(setup.model).config.get_text_config().vocab_size, device.type == 'cuda')} tokens",
-    }
+    views = "shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
+    if args.share_prefixes is None:
+        views += f", the default for {device.type}"
+    chunk = default_chunk(config.get_text_config().vocab_size, device.type == "cuda")
+    return {**setup.decided, "attn_implementation": attention, "teacher views": views, "head": f"chunks of {chunk} tokens"}
 
 
 def memory_estimate(setup: Setup) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+import typing
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -15,13 +16,16 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 import yaml
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from firedistill.coerce import is_secret
+from firedistill.coerce import coerce, is_secret
 from firedistill.files import written_at_once
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
 from firedistill.rollout import Sampling
+from firedistill.tasks.endpoint import check_url
+from firedistill.terminal import shortened
 
 Effect = Literal["result", "rounding", "place", "none"]
 """What a setting affects: the result; only its rounding (how the work is split); where something lies whose content is compared by
@@ -353,11 +357,11 @@ class SelfDistillConfig(TrainingArguments):
     )
 
     # --- Options of TrainingArguments that a self-distillation run needs otherwise
-    eval_strategy: str = inherited_setting("steps", "Do not change; use eval_size and eval_steps.")
+    eval_strategy: str = inherited_setting("steps", "Do not change; use eval_size and eval_steps.", choices=("steps",))
     eval_on_start: bool = inherited_setting(True, "Evaluate before the first step.")
     logging_steps: float = inherited_setting(1, "Steps between reports to trackers.")
-    dataloader_pin_memory: bool = inherited_setting(False, "Do not change; batches hold no tensors.")
-    remove_unused_columns: bool = inherited_setting(False, "Do not change; examples have no columns.")
+    dataloader_pin_memory: bool = inherited_setting(False, "Do not change; batches hold no tensors.", choices=(False,))
+    remove_unused_columns: bool = inherited_setting(False, "Do not change; examples have no columns.", choices=(False,))
     project: str = inherited_setting("firedistill", "Project name in trackers.", effect="none")
     fp16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     bf16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
@@ -395,10 +399,15 @@ class SelfDistillConfig(TrainingArguments):
         return self.score_tokens_per_forward or (32_768 if whole and self.device.type == "cuda" else 8192)
 
     def __post_init__(self) -> None:
-        self.output_dir = self._filled(str(self.output_dir or self.default_folder))
+        self._convert()
+        self.output_dir = self._filled(self.output_dir or self.default_folder)
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
+        if self.report_to is None:
+            self.report_to = "none"  # transformers would look for a tracker called None
+        if self.eval_size == 0 and self.eval_strategy == "no":
+            self.eval_strategy = "steps"  # of a configuration that `dataclasses.replace` copies
         self._check()
         if self.save_total_limit is not None and self.save_total_limit <= 0:
             self.save_total_limit = None
@@ -425,6 +434,18 @@ class SelfDistillConfig(TrainingArguments):
                 "the visible GPUs"
             )
 
+    def _convert(self) -> None:
+        """Convert the values of the options that are declared here to their types, as those of recipes are."""
+        types = typing.get_type_hints(type(self))
+        for declared in fields(self):
+            if "effect" not in declared.metadata:
+                continue  # of TrainingArguments
+            name, value = declared.name, getattr(self, declared.name)
+            try:
+                setattr(self, name, coerce(os.fspath(value) if isinstance(value, os.PathLike) else value, types[name]))
+            except TypeError as error:
+                raise ValueError(f"{name} is {shortened(repr(value))}: {error} ({declared.metadata['help']})") from error
+
     def _filled(self, folder: str) -> str:
         """The folder with the values of the options that it names; the values cannot lead out of it."""
 
@@ -444,7 +465,7 @@ class SelfDistillConfig(TrainingArguments):
             name = inherited.name
             if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
                 raise ValueError(without_effect(name))
-        for declared in fields(SelfDistillConfig):
+        for declared in fields(self):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
             choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
             if value is None and optional:
@@ -453,7 +474,7 @@ class SelfDistillConfig(TrainingArguments):
                 expected = " or ".join(map(repr, choices))
             elif isinstance(value, float) and not math.isfinite(value):
                 expected = "a finite number"
-            elif limits and not (isinstance(value, int | float) and all(LIMITS[name](value, limits[name]) for name in limits)):
+            elif limits and not all(LIMITS[name](value, limits[name]) for name in limits):
                 expected = "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
             else:
                 continue
@@ -473,6 +494,14 @@ class SelfDistillConfig(TrainingArguments):
                 f"rollouts is {self.rollouts!r}, with {len(self.rollout_servers)} rollout_servers: expected hf, vllm, auto, or the "
                 "addresses of servers, http://host:port"
             )
+        for address in self.rollout_servers:
+            try:
+                check_url(address)
+            except ValueError as error:
+                shown = shortened(address.rpartition("@")[2])  # without a password
+                raise ValueError(
+                    f"rollouts names {shown!r}: expected addresses such as http://host:8000, without password"
+                ) from error
         if self.rollouts in ("vllm", "server") and self.quantization is not None:
             raise ValueError(
                 f"rollouts {self.rollouts} and quantization {self.quantization} exclude each other, because vLLM samples from other "
@@ -481,6 +510,10 @@ class SelfDistillConfig(TrainingArguments):
         self.groups_of_fields  # noqa: B018 raises ValueError
         if self.optim not in (optimizers := [kind.value for kind in OptimizerNames]):
             raise ValueError(f"optim is {self.optim!r}: expected one of {', '.join(optimizers)}")
+        if isinstance(self.accelerator_config, dict):
+            known = [entry.name for entry in fields(AcceleratorConfig)]
+            if unknown := [repr(name) for name in self.accelerator_config if name not in known]:
+                raise ValueError(f"accelerator_config has {', '.join(unknown)}: expected {', '.join(known)}")
         if isinstance(self.deepspeed, str) and not Path(self.deepspeed).is_file():
             raise ValueError(f"deepspeed is {self.deepspeed!r}, and there is no such file: expected its configuration (JSON)")
         if self.fsdp:
@@ -629,11 +662,11 @@ class WarmStartConfig(SelfDistillConfig):
         0.0,
         "Share of the rows that get the teacher's prompt, with feedback about a wrong attempt (the solution of another problem), "
         "so that the teacher learns to read feedback.",
+        at_least=0,
+        at_most=1,
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.feedback_share <= 1:
-            raise ValueError(f"feedback_share is {self.feedback_share}; expected a share between 0 and 1")
         if self.method != "supervised":
             raise ValueError(f"method is {self.method!r}; a warm start is supervised fine-tuning: use firedistill train")
         super().__post_init__()
@@ -669,6 +702,8 @@ UNUSED = {
     "greater_is_better": "checkpoints are not ranked; evals.jsonl holds every evaluation",
     "enable_jit_checkpoint": "SIGTERM always saves a checkpoint",
     "restore_callback_states_from_checkpoint": "",
+    "do_train": "use firedistill train, or train() of the trainer",
+    "do_predict": "use firedistill eval",
     "ignore_data_skip": "a resumed run continues with the next prompts",
 }
 
@@ -677,15 +712,16 @@ UNUSED = {
 # fmt: off
 DERIVED = frozenset({
     "accelerator_config", "activation_checkpointing", "activation_checkpointing_kwargs", "dataloader_pin_memory", "debug",
-    "disable_tqdm", "eval_on_start", "eval_strategy", "fsdp_config", "gradient_checkpointing_kwargs", "local_rank", "logging_dir",
-    "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "remove_unused_columns", "resume_from_checkpoint", "run_name",
+    "disable_tqdm", "do_eval", "eval_on_start", "eval_strategy", "fsdp_config", "gradient_checkpointing_kwargs", "local_rank",
+    "logging_dir", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "remove_unused_columns",
+    "resume_from_checkpoint", "run_name",
 })
 WITHOUT_EFFECT = DERIVED | {
-    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend", "ddp_broadcast_buffers",
-    "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "hub_always_push", "hub_model_id", "hub_private_repo",
-    "hub_revision", "hub_strategy", "hub_token", "log_level", "log_level_replica", "log_on_each_node", "logging_first_step",
-    "logging_nan_inf_filter", "push_to_hub", "save_strategy", "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id",
-    "trackio_static_space_id", "use_cpu",
+    "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend",
+    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "do_predict", "do_train",
+    "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "log_level",
+    "log_level_replica", "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "push_to_hub", "save_strategy",
+    "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_cpu",
 }
 # fmt: on
 _DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f in fields(SelfDistillConfig)}

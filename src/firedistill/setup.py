@@ -172,17 +172,12 @@ def load_setup(
             distributed_config=sharding,
             device=args.device if args.device.type == "cuda" and sharding is None else None,
         )
-    elif args.fsdp_size not in (None, 1) and not is_sharded(unwrap(model)):
-        raise ValueError(
-            f"fsdp_size is {args.fsdp_size}, but the model is an object that is loaded already: pass its name instead"
-        )
-    elif args.model_dtype == "auto":
-        args.model_dtype = str(unwrap(model).dtype).removeprefix("torch.")
+    else:
+        match_object(args, model)
     if tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     if args.checkpoint_sampling:
-        args.top_k = model.generation_config.top_k or 0
-        args.repetition_penalty = model.generation_config.repetition_penalty or 1.0
+        use_checkpoint_sampling(args, model)
     if args.n_gpu > 1:
         logger.warning("one process uses one GPU; for %d GPUs start with: torchrun --nproc_per_node %d", args.n_gpu, args.n_gpu)
         args._n_gpu = 1
@@ -190,7 +185,6 @@ def load_setup(
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
     sort_targets(cast(PeftModel, model))
-    refuse_float16(model)
     if args.lora_dtype == "base":
         compute_in_base_dtype(cast(PeftModel, model))
     teacher_model: PreTrainedModel | PeftModel | None = None
@@ -341,6 +335,46 @@ def refuse_float16(model: torch.nn.Module) -> None:
             "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
             "float32 (model_dtype; dtype=... of from_pretrained)"
         )
+
+
+def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:
+    """Record the data type of a model that is an object in the settings.
+
+    Raises:
+        ValueError: the object is in float16, or a setting asks for another model than the object is.
+    """
+    refuse_float16(model)
+    base = unwrap(model)
+    dtype = str(base.dtype).removeprefix("torch.")
+    attention = base.config.get_text_config(decoder=True)._attn_implementation
+    for name, accepted in (
+        ("model_dtype", ("auto", dtype)),
+        ("quantization", (None,)),
+        ("attn_implementation", (None, attention)),
+        ("fsdp_size", (args.fsdp_size,) if is_sharded(base) else (None, 1)),
+        ("initial_adapter", (None,) if hasattr(model, "peft_config") else (args.initial_adapter,)),
+    ):
+        if (value := getattr(args, name)) not in accepted:
+            raise ValueError(
+                f"{name} is {value}, but the model is an object that is loaded already ({dtype}, attention {attention}): pass its "
+                f"name instead, or leave {name} out"
+            )
+    args.model_dtype = dtype
+
+
+def use_checkpoint_sampling(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:
+    """Replace `top_k` and `repetition_penalty` by those of the checkpoint's generation settings.
+
+    Raises:
+        ValueError: one of them is set to another value.
+    """
+    for name, disabled in (("top_k", 0), ("repetition_penalty", 1.0)):
+        value, own = getattr(args, name), getattr(model.generation_config, name) or disabled
+        if value not in (disabled, own):
+            raise ValueError(
+                f"{name} is {value}, but checkpoint_sampling uses the checkpoint's, {own}: leave one of the two options out"
+            )
+        setattr(args, name, own)
 
 
 def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:

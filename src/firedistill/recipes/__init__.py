@@ -54,8 +54,6 @@ def build_config(
             value = earlier | {key: value}
         values[name] = (value, (places or {}).get(option, "on the command line"))
     given = converted(values, types)
-    if given.get("report_to", "") is None:
-        given["report_to"] = "none"  # transformers would look for a tracker called None
     try:
         return kind(**given)
     except (ValueError, ImportError) as error:
