@@ -23,7 +23,7 @@ from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli import names
 from firedistill.cli.arguments import parse_settings
-from firedistill.cli.inspect import inspect_command, print_inspection
+from firedistill.cli.inspect import inspect_command, options_read, print_inspection
 from firedistill.coerce import coerce, describe
 from firedistill.config import UNUSED
 from firedistill.evaluation import answer_examples
@@ -49,7 +49,7 @@ save_on_each_node hub_token hub_private_repo hub_model_id hub_always_push hub_re
 use_cpu accelerator_config parallelism_config dataloader_num_workers dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
 ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
-debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
+debug skip_memory_metrics do_eval resume_from_checkpoint local_rank
 """
 
 RECIPE = """\
@@ -254,10 +254,10 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ({"lora_r": 0}, "lora_r is 0: expected a number above 0 (Rank"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0: expected a number at least 0 and below 1 (LoRA dropout.)"),
         ({"log_prob_floor": 0.5}, "log_prob_floor is 0.5: expected a number below 0 or none"),
-        ({"learning_rate": "a"}, "learning_rate is 'a': expected a number above 0"),
-        ({"learning_rate": math.nan}, "learning_rate is nan: expected a finite number"),
+        ({"learning_rate": "a"}, "learning_rate is 'a': expected a number (Peak learning rate.)"),
+        ({"learning_rate": math.nan}, "learning_rate is nan: expected a number"),
         ({"learning_rate": math.inf}, "learning_rate is inf: expected a finite number"),
-        ({"weight_decay": math.nan}, "weight_decay is nan: expected a finite number"),
+        ({"weight_decay": math.nan}, "weight_decay is nan: expected a number"),
         ({"score_temperature": math.inf}, "score_temperature is inf: expected a finite number"),
         (
             {"max_grad_norm": -1.0},
@@ -265,7 +265,7 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
         ),
         ({"adam_beta1": 1.0}, "adam_beta1 is 1.0: expected a number at least 0 and below 1"),
         ({"seed": -1}, "seed is -1: expected a number at least 0 and below 4294967296"),
-        ({"save_steps": 0}, "save_steps is 0: expected a number above 0"),
+        ({"save_steps": 0}, "save_steps is 0.0: expected a number above 0"),
         ({"max_steps": 10**30}, "max_steps (1000000000000000000000000000000), per_device_train_batch_size (8) and"),
         ({"output_dir": "/a\udcff"}, "output_dir is '/a\\udcff': expected a path in UTF-8"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end is True: expected False (Not supported"),
@@ -279,6 +279,24 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             "step_scale is 2 and nominal_learning_rate 1e-06, which both determine s: leave one of them out",
         ),
         ({"step_scale": 0.5}, "step_scale is 0.5: expected a number at least 1 or none"),
+        ({"max_steps": 10.5}, "max_steps is 10.5: expected a whole number (Optimizer steps.)"),
+        ({"model": None}, "model is None: expected text"),
+        ({"rollouts": None}, "rollouts is None: expected text"),
+        ({"lora_target_modules": 3}, "lora_target_modules is 3: expected a list"),
+        (
+            {"eval_strategy": "epoch"},
+            "eval_strategy is 'epoch': expected 'steps' (Do not change; use eval_size and eval_steps.)",
+        ),
+        ({"eval_strategy": "no"}, "eval_strategy is 'no': expected 'steps'"),
+        ({"remove_unused_columns": True}, "remove_unused_columns is True: expected False"),
+        ({"dataloader_pin_memory": True}, "dataloader_pin_memory is True: expected False"),
+        ({"rollouts": "http://host:port"}, "rollouts names 'http://host:port': expected addresses such as http://host:8000"),
+        ({"rollouts": "http://a:1, http://me:secret@b:2"}, "rollouts names 'b:2': expected addresses"),
+        ({"rollouts": "http://a:1,"}, "rollouts names '': expected addresses"),
+        (
+            {"accelerator_config": {"nonsense": 1}},
+            "accelerator_config has 'nonsense': expected split_batches, dispatch_batches",
+        ),
         ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),
     ],
 )
@@ -286,6 +304,38 @@ def test_a_value_out_of_range_names_option_and_range(settings, complaint):
     with pytest.raises(ValueError) as caught:
         SelfDistillConfig(use_cpu=True, **settings)
     assert str(caught.value).startswith(complaint)
+
+
+def test_values_from_python_get_the_type_of_the_option_too(tmp_path):
+    config = SelfDistillConfig(
+        use_cpu=True,
+        teacher_feedback="false",
+        eval_also="gsm8k, asdiv",
+        lora_target_modules=("q_proj",),
+        data_dir=tmp_path,
+        output_dir=tmp_path / "run",
+        learning_rate=1,
+        warmup_steps=3,
+        report_to=None,
+        rollouts="http://a:1/, https://b",
+    )
+    assert config.teacher_feedback is False and config.eval_also == ["gsm8k", "asdiv"]
+    assert config.lora_target_modules == ["q_proj"] and config.report_to == []
+    assert (config.data_dir, config.output_dir) == (str(tmp_path), str(tmp_path / "run"))
+    assert (config.learning_rate, config.warmup_steps) == (1.0, 3.0)
+    assert config.rollout_servers == ["http://a:1/", "https://b"]
+
+
+def test_settings_without_evaluation_can_be_copied():
+    config = SelfDistillConfig(use_cpu=True, eval_size=0)
+    assert config.eval_strategy == replace(config, seed=1).eval_strategy == "no"
+    assert replace(config, eval_strategy="steps", eval_size=5).eval_strategy == "steps"
+
+
+def test_the_derived_do_eval_is_not_written_but_read(recipe):
+    """Runs of earlier versions have it in config.yaml."""
+    config = build_config(SelfDistillConfig, str(recipe), {"do_eval": True})
+    assert config.do_eval and "do_eval" not in config.resolved()
 
 
 def test_a_union_prefers_every_other_type_to_text():
@@ -394,6 +444,8 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--task", "gsm8k", "--data_dir", "FOLDER"], "has no file for split 'train'"),
         (["train", "RECIPE", "--task", "gsm8k", "--data_dir", "FOLDER/none"], "is not a folder"),
         (["train", "RECIPE", "--initial_adapter", "FOLDER"], "is not an adapter"),
+        (["train", "RECIPE", "--accelerator_config", '{"nonsense": 1}'], "accelerator_config has 'nonsense'"),
+        (["train", "RECIPE", "--method", "supervised"], "use firedistill warmstart"),
         (["train", "RECIPE", "--initial_adapter", "FOLDER/none"], "FOLDER/none"),
         (["train", "RECIPE", "--model", "FOLDER"], "FOLDER"),
         (["train", "RECIPE", "--model", "FOLDER/none"], "FOLDER/none"),
@@ -421,8 +473,11 @@ def test_every_built_in_recipe_is_valid(name):
         (["eval"], "expected a run directory, an adapter, a recipe, or --model; recipes are aqua_rat"),
         (["eval", "FOLDER"], "FOLDER is neither a run directory nor an adapter"),
         (["inspect", "FOLDER/none"], "there is no 'FOLDER/none': expected a run directory, an adapter or a recipe"),
-        (["eval", "RECIPE", "--learning_rate", "1"], "--learning_rate has no effect on an evaluation: leave it out"),
-        (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0; expected a share between 0 and 1"),
+        (["eval", "RECIPE", "--learning_rate", "1"], "--learning_rate has no effect on this command: leave it out"),
+        (["eval", "RECIPE", "--temperature", "1"], "--temperature has no effect on greedy responses: add --eval_samples N"),
+        (["inspect", "RECIPE", "--max_steps", "3"], "--max_steps has no effect on this command: leave it out"),
+        (["data", "RECIPE", "--learning_rate", "5"], "--learning_rate has no effect on this command: leave it out"),
+        (["warmstart", "RECIPE", "--feedback_share", "2"], "feedback_share is 2.0: expected a number at least 0 and at most 1"),
         (["eval", "RECIPE", "--eval_size", "0"], "no held-out problem was answered"),
         (["eval", "RECIPE", "--max_prompt_tokens", "3"], "no held-out problem was answered"),
         (["inspect", "RECIPE", "--example"], "--example: expected one argument"),
@@ -437,7 +492,7 @@ def test_a_mistake_is_told_in_one_line(arguments, complaint, recipe, tmp_path, f
         return text.replace("RECIPE", str(recipe)).replace("FOLDER", str(tmp_path))
 
     arguments = [filled(argument) for argument in arguments]
-    if "--output_dir" not in arguments and arguments[0] not in {"report", "inspect", "eval"}:
+    if "--output_dir" not in arguments and arguments[0] not in {"report", "inspect", "eval", "data"}:
         arguments += ["--output_dir", str(tmp_path / "run")]
     told = firedistill(*arguments)
     complaints = [line for line in told.err.splitlines() if " left out: " not in line]  # a warning of its own
@@ -613,7 +668,7 @@ def test_all_prompts_over_the_budget(recipe, tmp_path, firedistill):
     told = firedistill(*options)
     assert told.status == 2 and "have more than 3 tokens" in told.err and not (tmp_path / "run" / "metrics.jsonl").exists()
     told = firedistill(*options, "--preflight", "skip")
-    assert told.status == 0 and "2 of 2 steps had nothing to train on" in told.out
+    assert told.status == 0 and "skipped 2 updates: nothing to train on" in told.out
     assert "skipped: no rollout to train on" in told.out
     for line in (tmp_path / "run" / "evals.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
@@ -833,12 +888,49 @@ def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
     assert [found["step"] for found in attributions_of(read_run(copy), notes)[0]] == [2, 4] and not notes
 
 
+def test_inspect_writes_nothing_if_every_example_is_left_out(run, tmp_path, firedistill):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "attribution").mkdir(exist_ok=True)
+    (copy / "attribution" / "step_000004.json").write_text("the run's own")
+    told = firedistill("inspect", copy, "--save", "--max_prompt_tokens", 3)
+    assert told.status == 2 and "no response could be inspected; nothing is written" in told.err and "wrote" not in told.out
+    assert (copy / "attribution" / "step_000004.json").read_text() == "the run's own"
+
+
+@pytest.mark.parametrize(
+    ("command", "unread"),
+    [
+        ("eval", "learning_rate save_steps eval_steps lora_r stop_within report_to gradient_checkpointing max_feedback_tokens"),
+        ("eval", "method teacher rollout_batch_size share_prefixes log_rollouts train_size optim hub_token feedback_share"),
+        ("inspect", "max_steps save_steps eval_steps eval_size eval_split lora_r stop_within report_to ema_rate train_size"),
+        ("data", "learning_rate method model max_new_tokens save_steps output_dir"),
+    ],
+)
+def test_options_that_a_command_does_not_read_are_refused(command, unread, firedistill):
+    for name in unread.split():
+        told = firedistill(command, "lab", f"--{name}", "fire")
+        assert told.status == 2 and f"--{name} has no effect on this command: leave it out" in told.err
+
+
+def test_options_that_a_command_reads():
+    of_both = (
+        "model task data_dir judge columns max_new_tokens rollouts model_dtype initial_adapter lora_dtype seed deterministic"
+    )
+    of_eval = "temperature eval_size eval_split eval_samples eval_also eval_batch_size score_tokens_per_forward use_cpu"
+    of_inspect = "temperature method method_settings teacher attribution_groups step_scale learning_rate max_feedback_tokens"
+    assert {*of_both.split(), *of_eval.split()} <= options_read("eval")
+    assert {*of_both.split(), *of_inspect.split()} <= options_read("inspect")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
         (["--save", "--checkpoint", "3"], "--checkpoint is 3; {run} has checkpoints of these steps: 2, 4"),
         (["--save", "--count", "0"], "--count is 0; expected 1 or more"),
         (["--count", "2"], "--count is 2; expected 1 or more, and --save with more than 1"),
+        (["--save", "--prompts"], "--prompts has no effect with --save"),
+        (["--checkpoint", "2", "--initial_adapter", "x"], "--checkpoint and --initial_adapter both name an adapter"),
     ],
 )
 def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):

@@ -212,7 +212,7 @@ def test_an_adapter_runs_no_code(run, tmp_path, monkeypatch):
     attack = config | {"megatron_config": {"a": 1}, "megatron_core": "megatron.core"}
     (adapter / "adapter_config.json").write_text(json.dumps(attack))
     for command in ("eval", "inspect"):
-        assert cli.main([command, str(run), "--eval_size", "1"]) == 2
+        assert cli.main([command, str(run)]) == 2
     new = ["--initial_adapter", str(adapter), "--output_dir", str(tmp_path / "new")]
     assert cli.main(["train", str(run / "config.yaml"), *new]) == 2
     assert not (tmp_path / "harm").exists()

@@ -1009,6 +1009,28 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
     assert "plans no run with these seeds and methods" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_status_shows_the_chosen_runs(by_name, toy, tmp_path, capsys):
+    suite = SuiteFolder(tmp_path / "s")
+    plan = suite.widen(make_plan(str(toy)))
+    call = ["suite", *([str(toy), "-o", str(suite.folder)] if by_name else [str(suite.folder)]), "--status"]
+    for options, shown in (
+        ([], plan.runs),
+        (["--only", "fire"], [run for run in plan.runs if run.method == "fire"]),
+        (["--seeds", "0"], [run for run in plan.runs if run.seed == 0]),
+    ):
+        assert cli.main([*call, *options]) == 0
+        out = capsys.readouterr().out
+        assert [run.id for run in plan.runs if f" {run.id} " in out] == [run.id for run in shown]
+        assert f"{len(shown)} to do" in out
+    for options, complaint in (
+        (["--max_steps", "7"], f"--max_steps would change the runs of {suite.folder}, which are already planned: leave it out"),
+        (["--seeds", "99"], "plans no run with these seeds and methods"),
+    ):
+        assert cli.main([*call, *options]) == 2
+        assert complaint in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -1018,6 +1040,12 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
         (["{toy}", "--only", "fires"], "--only names 'fires'; "),
         (["{toy}", "--index", "1"], "--index and --of must be given together"),
         (["{toy}", "--jobs", "0"], "--jobs is 0; expected 1 or more"),
+        (["{toy}", "--seeds", ","], "--seeds: expected values separated by commas, got ','"),
+        (["{toy}", "--only", ","], "--only: expected values separated by commas, got ','"),
+        (["{toy}", "--index", "0", "--of", "0"], "--of is 0; expected 1 or more"),
+        (["{toy}", "--index", "2", "--of", "2"], "--index is 2 --of 2; expected 0 to 1"),
+        (["{toy}", "--status", "--jobs", "2"], "--jobs has no effect on --status: leave it out"),
+        (["{toy}", "--status", "--dry-run"], "--dry-run/--dry_run: not allowed with argument --status"),
         (["{toy}", "--seed", "1"], "--seed differs between the runs of a suite; use --only, --seeds, -o"),
         (["{toy}", "--resume_from_checkpoint", "x"], "--resume_from_checkpoint differs between the runs of a suite"),
         (["{toy}", "--status", "-o", "{toy}-none"], "is not a suite: it has no plan.json"),

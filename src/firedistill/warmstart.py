@@ -48,40 +48,47 @@ class WarmStartTrainer(SelfDistillTrainer):
         fitting = []
         for example in examples:
             try:
-                rollout, failed_feedback = self.gold_rollout(example, draw)
+                rollout, most = self.gold_rollout(example, draw, metrics)
             except TaskFault as fault:
                 logger.warning("%s left out: its prompt cannot be built (%s)", example.uid, fault)
                 metrics.total(skipped_over_budget=1)
                 continue
-            if failed_feedback:
-                metrics.total(failed_feedback=1)
             prompt, response = len(rollout.prompt_ids), len(rollout.response_ids)
-            if prompt <= budget.prompt + budget.feedback and prompt + response <= budget.context:
+            if prompt <= (limit := min(most, budget.context - response)):
                 fitting.append(rollout)
                 metrics.mean(response_length=float(response))
             else:
+                logger.warning("%s left out: its prompt has %d tokens, the limit is %d", example.uid, prompt, limit)
                 metrics.total(skipped_over_budget=1)
         return fitting, metrics
 
-    def gold_rollout(self, example: Example, draw: random.Random) -> tuple[Rollout, bool]:
-        """The gold solution after the student's prompt, or after the teacher's; and whether the task failed to give feedback."""
+    def gold_rollout(self, example: Example, draw: random.Random, metrics: Metrics) -> tuple[Rollout, int]:
+        """The gold solution after the student's prompt, or after the teacher's; and the most tokens that this prompt may have.
+
+        Args:
+            metrics: counts feedback that the task fails to give, and fields that are cut.
+        """
         if not example.solution:
             raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
-        messages, failed = student_messages(self.task, example), False
+        budget = self.args.budget
+        messages, most = student_messages(self.task, example), budget.prompt
         if draw.random() < self.args.feedback_share:
             attempt, verdict = self.wrong_attempt(example, draw)
             try:
                 feedback = self.task.feedback(example, attempt, verdict)
             except TaskFault as fault:
                 logger.warning("%s; the row gets the student's prompt", fault)
-                failed = True
+                metrics.total(failed_feedback=1)
             else:
-                fitted, _ = fit_feedback(feedback, self.encoder, self.args.max_feedback_tokens)
-                messages = teacher_messages(self.task, example, fitted)
+                fitted, cut = fit_feedback(feedback, self.encoder, budget.feedback)
+                if cut:
+                    metrics.total(cut_feedback_fields=len(cut))
+                    logger.warning("%s: feedback over %d tokens; cut: %s", example.uid, budget.feedback, ", ".join(cut))
+                messages, most = teacher_messages(self.task, example, fitted), budget.prompt + budget.feedback
         solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)
         verdict = self.guarded.own.verify(example, example.solution)
-        return Rollout(example, self.encoder.encode(messages), response, verdict), failed
+        return Rollout(example, self.encoder.encode(messages), response, verdict), most
 
     def wrong_attempt(self, example: Example, draw: random.Random) -> tuple[str, Verdict]:
         """The solution of another problem with another answer; an empty attempt where none of 20 draws is one."""

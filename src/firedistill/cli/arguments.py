@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import Action, ArgumentError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -188,6 +188,17 @@ def parse(command: str, arguments: Sequence[str]) -> Namespace:
     return options
 
 
+def refuse_unread(settings: Mapping[str, Any], read: Collection[str]) -> None:
+    """Raise ValueError for an option of a run that a command does not read.
+
+    Args:
+        read: the options that it reads.
+    """
+    for name in settings:
+        if name.partition(".")[0] not in read:
+            raise ValueError(f"--{name} has no effect on this command: leave it out")
+
+
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
     """`--name value`, `--name=value` and `--flag` (true) as a mapping of texts; `--columns a=b c=d` as one of mappings.
 
@@ -211,11 +222,12 @@ def parse_suite(arguments: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="suite, YAML file, or folder")
     parser.add_argument("-o", "--output_dir", "--output-dir", help="folder of the suite (runs/NAME)")
-    parser.add_argument("--dry-run", "--dry_run", action="store_true", help="show the runs and their commands, run nothing")
-    parser.add_argument("--status", action="store_true", help="show which runs are done, running, failed and to do")
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument("--dry-run", "--dry_run", action="store_true", help="show the runs and their commands, run nothing")
+    one_of.add_argument("--status", action="store_true", help="show which runs are done, running, failed and to do")
     parser.add_argument("--seeds", nargs="+", type=numbers, help="use these seeds instead of the suite's: 0 or 0,1,2")
     parser.add_argument("--only", nargs="+", type=words, help="run only these methods: fire,full_context")
-    parser.add_argument("--retry-failed", "--retry_failed", action="store_true", help="run failed runs again")
+    one_of.add_argument("--retry-failed", "--retry_failed", action="store_true", help="run failed runs again")
     parser.add_argument("--gpus", nargs="+", type=words, help="one run at a time on each of these GPUs: 0,1,2,3")
     parser.add_argument("--jobs", type=int, help="number of concurrent runs (1, or one per GPU)")
     parser.add_argument("--index", type=int, help="part of the runs to execute, from 0; defaults to SLURM_ARRAY_TASK_ID if set")
@@ -226,8 +238,12 @@ def parse_suite(arguments: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
             setattr(options, name, [value for values in lists for value in values])
     if (options.index is None) != (options.of is None):
         raise ValueError("--index and --of must be given together: --index 0 --of 4")
+    if options.of is not None and options.of < 1:
+        raise ValueError(f"--of is {options.of}; expected 1 or more")
     if options.jobs is not None and options.jobs < 1:
         raise ValueError(f"--jobs is {options.jobs}; expected 1 or more")
+    if options.status and (unread := [name for name in ("gpus", "jobs", "index") if getattr(options, name) is not None]):
+        raise ValueError(f"--{unread[0]} has no effect on --status: leave it out")
     return options, parse_settings(rest)
 
 
@@ -238,7 +254,10 @@ def numbers(text: str) -> list[int]:
 
 
 def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError(f"expected values separated by commas, got {text!r}")
+    return found
 
 
 def config_of(config_class: type[Config], recipe: str | None, settings: Mapping[str, Any]) -> Config:

@@ -13,11 +13,11 @@ from typing import Any, cast
 from rich.console import Console
 
 from firedistill.checks import Finding, check_examples, check_feedback, check_golds
-from firedistill.cli.arguments import config_of, parse, wants_help
+from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages, teacher_messages
-from firedistill.recipes import built_in_recipes
-from firedistill.setup import Setup
+from firedistill.recipes import built_in_recipes, option_groups
+from firedistill.setup import Setup, held_out
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask
 from firedistill.tasks.judge import Opinion, load_judge
@@ -30,11 +30,14 @@ firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE
 
 Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as
 right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of
-firedistill train that name data have the same meaning here. No model is loaded.
+firedistill train that name data have the same meaning here, and the others are refused. No model is loaded.
 --judge FILE asks a judge about these rows, and shows what it was asked and what it replied.
 """
 
 
+READ = {"task", "data_dir", "task_timeout", "judge", "train_size", "attribution_groups"}
+READ |= {"eval_size", "eval_subset_seed", "eval_split", "seed", "use_cpu"}
+"""The options of a run that the command reads, beside those of your own data."""
 NOT_USABLE = "not usable"
 
 
@@ -86,6 +89,7 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
         return 0
     options = parse("data", arguments)
     recipe, settings = options.recipe, options.settings
+    refuse_unread(settings, READ | {option.name for option in option_groups(SelfDistillConfig)["Your own data"]})
     if recipe is not None and not is_recipe(recipe):
         recipe, settings = None, {"task": recipe, **settings}
     elif recipe is None and "task" not in settings:
@@ -135,13 +139,13 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     )
     try:
         train = guarded.examples("train", config.train_size, config.seed, config.data_dir)
-        evaluation = guarded.examples("eval", config.eval_size, config.eval_subset_seed, config.data_dir)
+        evaluation = held_out(guarded, config, config.eval_split)
     except DataError as error:
         if not report.problems:
             raise
         report.notes.append(str(error).split("\n")[0])
         return report
-    report.splits = {"train": len(train), f"eval (the first {config.eval_size})": len(evaluation)}
+    report.splits = {"train": len(train), f"{config.eval_split} (the first {config.eval_size})": len(evaluation)}
     report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
     # The checks of data read these four attributes only.
     nothing = cast(Any, None)

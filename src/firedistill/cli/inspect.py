@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
-from firedistill.cli.arguments import config_of, parse, wants_help
+from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
@@ -26,9 +26,9 @@ from firedistill.prompts import View, shown_prompt, teacher_messages
 from firedistill.recipes import built_in_recipes, option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
-from firedistill.run.checkpoints import newest_checkpoint, read_json
+from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, read_json, step_of
 from firedistill.run.console import accuracy_line
-from firedistill.run.log import read_jsonl
+from firedistill.run.log import last_row
 from firedistill.setup import Setup, load_setup
 from firedistill.tasks import Example
 from firedistill.tasks.guard import GuardedTask
@@ -37,10 +37,26 @@ from firedistill.terminal import quiet_libraries, visible
 
 FILES = ("config.yaml", "adapter_config.json")
 """Files that a run directory or an adapter has."""
+SAMPLED = {"temperature", "top_p", "top_k", "score_tokens_per_forward"}
+"""Options that sampled responses depend on, and greedy ones do not."""
+# The options that a command reads: all of some groups, but for those that only training reads, and more.
+OF_BOTH = {"seed", "deterministic", "output_dir", "eval_subset_seed", "use_cpu", "ddp_backend", "ddp_timeout", "tf32"}
+OF_TRAINING = {"train_size", "ema_rate", "drop_unfinished_rollouts", "gradient_checkpointing"}
+OF_TRAINING |= {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules"}
+NOT_OF_EVAL = {"method", "method_settings", "max_feedback_tokens", "rollout_batch_size", "share_prefixes"}
+OF_EVAL = {"eval_size", "eval_split", "eval_samples", "eval_also", "eval_batch_size"}
 
 
-def setup_for(recipe: str | None, settings: dict[str, Any], teacher: bool = True) -> Setup:
-    """Model, adapter, task and held-out problems of a run directory (a warm start's too), an adapter, or a recipe.
+def options_read(command: str) -> set[str]:
+    """The options of a run that `eval` or `inspect` reads."""
+    groups = ["What to train", "Your own data", "Rollouts", "Model and adapter", *(["Method"] if command == "inspect" else [])]
+    known = option_groups(SelfDistillConfig)
+    found = {option.name for group in groups for option in known[group]} - OF_TRAINING | OF_BOTH
+    return found - NOT_OF_EVAL | OF_EVAL if command == "eval" else found | {"learning_rate"}
+
+
+def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfig:
+    """The settings of a run directory (a warm start's too), an adapter, or a recipe.
 
     Raises:
         ValueError: nothing names a model, or the folder is none of these.
@@ -62,7 +78,11 @@ def setup_for(recipe: str | None, settings: dict[str, Any], teacher: bool = True
         settings = {**settings, "initial_adapter": str(adapter)}
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    config = config_of(WarmStartConfig if supervised else SelfDistillConfig, recipe, settings)
+    return config_of(WarmStartConfig if supervised else SelfDistillConfig, recipe, settings)
+
+
+def setup_for(config: SelfDistillConfig, teacher: bool = True) -> Setup:
+    """Model, adapter, task and held-out problems."""
     setup = load_setup(config, train=False, teacher=teacher)
     if (Path(config.run_dir) / "config.yaml").is_file():
         cast(GuardedTask, setup.task).begin_run(Path(config.run_dir), config.process_index, train=False)
@@ -86,15 +106,6 @@ def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[
     return None, {**settings, "model": str(base)}
 
 
-def refuse_training_options(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that only training reads."""
-    groups = option_groups(SelfDistillConfig)
-    of_training = {option.name for group in ("Method", "Optimisation") for option in groups[group]} - {"seed"}
-    of_training |= {"method", "method_settings", "train_size"}
-    if found := [name for name in settings if name.partition(".")[0] in of_training]:
-        raise ValueError(f"--{found[0]} has no effect on an evaluation: leave it out")
-
-
 def eval_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
@@ -105,8 +116,11 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     options = parse("eval", arguments)
-    refuse_training_options(options.settings)
-    setup = setup_for(options.recipe, options.settings, teacher=False)
+    refuse_unread(options.settings, options_read("eval"))
+    config = config_for(options.recipe, options.settings)
+    if not config.eval_samples and (unread := [name for name in options.settings if name in SAMPLED]):
+        raise ValueError(f"--{unread[0]} has no effect on greedy responses: add --eval_samples N, or leave it out")
+    setup = setup_for(config, teacher=False)
     adjustable = lockstep(setup.model) is None
     limit = BatchLimit(setup.args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable)
     _, engine = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
@@ -152,19 +166,24 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         )
         return 0
     options = parse("inspect", arguments)
+    refuse_unread(options.settings, options_read("inspect"))
     if options.count < 1 or (options.count > 1 and not options.save):
         raise ValueError(f"--count is {options.count}; expected 1 or more, and --save with more than 1")
+    if options.save and options.prompts:
+        raise ValueError("--prompts has no effect with --save: leave one of them out")
     folder = Path(options.recipe or "")
     if options.save and not (folder / "config.yaml").is_file():
         raise ValueError("--save needs a run directory: firedistill inspect RUN --save")
     checkpoint = None
     if options.checkpoint is not None:
+        if "initial_adapter" in options.settings:
+            raise ValueError("--checkpoint and --initial_adapter both name an adapter: leave one of them out")
         checkpoint = folder / f"checkpoint-{options.checkpoint}"
         if not (checkpoint / "checkpoint.json").is_file():
-            steps = ", ".join(sorted(p.name.partition("-")[2] for p in folder.glob("checkpoint-*"))) or "none"
+            steps = ", ".join(str(step_of(path)) for path in all_checkpoints(folder)) or "none"
             raise ValueError(f"--checkpoint is {options.checkpoint}; {folder} has checkpoints of these steps: {steps}")
         options.settings["initial_adapter"] = str(checkpoint)
-    setup = setup_for(options.recipe, options.settings)
+    setup = setup_for(config_for(options.recipe, options.settings))
     args, task, first = setup.args, setup.task, options.example
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
@@ -179,25 +198,51 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
-    if not options.save:
-        with in_use(engine), console.status("sampling a response and scoring it under every teacher view"):
-            inspection = inspect_example(setup, engine, inspector, examples[first])
-        print_inspection(inspection, teacher, console, prompts=options.prompts)
-        return 0
-    records = []
     with in_use(engine):
-        for example in examples[first : first + options.count]:
-            try:
-                inspection = inspect_example(setup, engine, inspector, example)
-            except ValueError as error:
-                console.print(visible(f"left out: {error}"))
-                continue
-            records.append(inspector.record(inspection))
-            console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
-    metrics = read_jsonl(folder / "metrics.jsonl")
-    reached = int(options.checkpoint) if checkpoint is not None else (metrics[-1]["step"] if metrics else 0)
-    console.print(f"wrote {save_attribution(records, folder, reached)}", soft_wrap=True)
+        if not options.save:
+            show_inspection(setup, engine, inspector, examples[first], console, options.prompts)
+            return 0
+        last = last_row(folder / "metrics.jsonl")
+        step = step_of(checkpoint) if checkpoint is not None else last["step"] if last else 0
+        save_inspections(setup, engine, inspector, examples[first : first + options.count], folder, step, console)
     return 0
+
+
+def show_inspection(
+    setup: Setup, engine: RolloutEngine, inspector: Inspector, example: Example, console: Console, prompts: bool
+) -> None:
+    """Print a response with what feedback does to its tokens; see `inspect_example` and `print_inspection`."""
+    with console.status("sampling a response and scoring it under every teacher view"):
+        inspection = inspect_example(setup, engine, inspector, example)
+    print_inspection(inspection, inspector.teacher, console, prompts=prompts)
+
+
+def save_inspections(
+    setup: Setup,
+    engine: RolloutEngine,
+    inspector: Inspector,
+    examples: Sequence[Example],
+    folder: Path,
+    step: int,
+    console: Console,
+) -> None:
+    """Write `attribution/step_000010.json` of the run directory; name the examples that are left out.
+
+    Raises:
+        ValueError: no response could be inspected.
+    """
+    records = []
+    for example in examples:
+        try:
+            inspection = inspect_example(setup, engine, inspector, example)
+        except ValueError as error:
+            console.print(visible(f"left out: {error}"))
+            continue
+        records.append(inspector.record(inspection))
+        console.print(visible(f"{example.uid}: {len(inspection.tokens)} tokens"))
+    if not records:
+        raise ValueError("no response could be inspected; nothing is written")
+    console.print(f"wrote {save_attribution(records, folder, step)}", soft_wrap=True)
 
 
 def inspect_example(setup: Setup, engine: RolloutEngine, inspector: Inspector, example: Example) -> Inspection:

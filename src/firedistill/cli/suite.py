@@ -6,6 +6,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -27,6 +28,7 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(f"name a suite: one of {', '.join(built_in_suites())}, a YAML file, or the folder of a suite")
     suite, plan, chosen = planned(options, rest)
     if options.status:
+        plan = replace(plan, runs=chosen)
         states = suite.states(plan)
         console.print(table(plan.runs, states, plan.title), soft_wrap=True)
         console.print(summary(plan, states))
@@ -73,13 +75,16 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
             raise ValueError(f"--{name} differs between the runs of a suite; use --only, --seeds, -o")
     # With --output_dir, `lab` is the built-in suite also where a folder of that name lies.
     built_in = options.name in built_in_suites() and options.output_dir is not None
-    if not built_in and (Path(options.name) / "plan.json").is_file():
-        if options.output_dir is not None:
-            raise ValueError(f"{options.name} is the folder of a suite, which keeps its place: leave out --output_dir")
-        suite = SuiteFolder(options.name)
+    is_folder = not built_in and (Path(options.name) / "plan.json").is_file()
+    if is_folder and options.output_dir is not None:
+        raise ValueError(f"{options.name} is the folder of a suite, which keeps its place: leave out --output_dir")
+    suite = SuiteFolder(options.name if is_folder else options.output_dir or Path("runs") / Path(options.name).stem)
+    if is_folder or options.status:
         plan = suite.plan
         if rest:
-            raise ValueError(f"--{next(iter(rest))} would change the runs of {options.name}, which are already planned")
+            raise ValueError(
+                f"--{next(iter(rest))} would change the runs of {suite.folder}, which are already planned: leave it out"
+            )
         chosen = [
             run
             for run in plan.runs
@@ -89,12 +94,9 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
         ]
         if not chosen:
             raise ValueError(
-                f"{options.name} plans no run with these seeds and methods; see firedistill suite {options.name} --status"
+                f"{suite.folder} plans no run with these seeds and methods; see firedistill suite {suite.folder} --status"
             )
         return suite, plan, with_warm_starts(chosen, plan.runs)
-    suite = SuiteFolder(options.output_dir or Path("runs") / Path(options.name).stem)
-    if options.status:
-        return suite, suite.plan, []
     known = suite.plan if suite.plan_path.is_file() else None
     # A continued suite keeps its options for all runs.
     plan = make_plan(options.name, options.seeds, options.only, rest or (known.options if known else {}))

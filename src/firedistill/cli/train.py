@@ -106,9 +106,7 @@ def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -
     if trend := correct_rate_trend(iterate_jsonl(folder / "metrics.jsonl")):
         console.print(trend)
     if skipped := trainer.counters["skipped_updates"]:
-        console.print(
-            f"{skipped} of {trainer.args.max_steps} steps had nothing to train on or no finite gradient and were skipped"
-        )
+        console.print(f"skipped {skipped} update{'s' * (skipped > 1)}: nothing to train on, or no finite gradient")
     if cost := trainer.guarded.cost_line(folder):
         console.print(cost)
     for name, path in {"run directory": folder, "adapter": folder / "adapter", "curves": folder / "curves.png"}.items():

@@ -9,6 +9,7 @@ The prompts are divided among the servers. A server that does not answer or has 
 
 from __future__ import annotations
 
+import http.client
 import json
 import shutil
 import time
@@ -210,11 +211,14 @@ class VLLMServerEngine(RemoteEngine):
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(server + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                content = answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                raise Refusal(error.code, " ".join(error.read().decode(errors="replace").split())[:300]) from error
+            try:
+                with urllib.request.urlopen(request, timeout=timeout) as answer:
+                    content = answer.read()
+            except urllib.error.HTTPError as error:
+                with error:
+                    raise Refusal(error.code, " ".join(error.read().decode(errors="replace").split())[:300]) from error
+        except http.client.HTTPException as error:  # an answer that is cut short, or not HTTP
+            raise OSError(repr(error)[:300]) from error
         try:
             found = json.loads(content)
         except ValueError:
