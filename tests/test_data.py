@@ -497,6 +497,13 @@ def test_the_data_command_shows_rows_and_finds_faults(tmp_path, monkeypatch, cap
     assert main(["data", "arithmetic:easy", "--rows", "1", "--train_size", "5", "--eval_size", "5"]) == 0
 
 
+def test_the_data_command_reads_the_split_that_is_evaluated(tmp_path, capsys):
+    for split, rows in {"train": ROWS[:9], "validation": ROWS[9:13], "test": ROWS[13:16]}.items():
+        write_jsonl(tmp_path / f"{split}.jsonl", rows)
+    assert main(["data", str(tmp_path), "--eval_split", "test", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["splits"] == {"train": 9, "test (the first 192)": 3}
+
+
 def test_a_run_on_a_file_is_evaluated_and_resumed_with_its_columns(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_jsonl(

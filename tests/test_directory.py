@@ -169,6 +169,7 @@ def a_run(folder: Path) -> Path:
     names = ["config.yaml", "evals.jsonl", "README.md", "curves.png", "adapter/adapter_config.json", "checkpoint-2/x"]
     names += ["rollouts/step_000001.parquet", "rollouts/step_000001-000100.parquet", "rollouts/.unfinished-step_000002.parquet"]
     names += ["rollouts/eval_000000.parquet", "attribution/step_000000.json", ".unfinished-checkpoint-4/x", "metrics.jsonl"]
+    names += ["rollouts/sampled_000000.parquet"]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
@@ -178,7 +179,8 @@ def a_run(folder: Path) -> Path:
 
 def test_only_what_a_run_wrote_is_deleted(tmp_path):
     run = a_run(tmp_path / "run")
-    others = ["notes.txt", "rollouts/mine.parquet", "other-run/metrics.jsonl", "checkpoint-best/x", "attribution/paper.json"]
+    others = ["rollouts/step_000001.json", "rollouts/eval_1.parquet"]
+    others += ["notes.txt", "rollouts/mine.parquet", "other-run/metrics.jsonl", "checkpoint-best/x", "attribution/paper.json"]
     for name in others:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("mine")

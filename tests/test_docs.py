@@ -349,6 +349,7 @@ def desk(modules, finished_run, monkeypatch):
     Path("problems.jsonl").write_text(blocks("docs/code-tasks.md", "jsonl")[0], encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
+    Path("my-recipe.yaml").write_text(blocks("docs/own-data.md", "yaml")[0], encoding="utf-8")
     for name in ("lab", "lab-rates"):
         suite, plan, _ = planned(*parse_suite([name, "--seeds", "0", "--only", "fire"]))
         suite.widen(plan)
@@ -376,6 +377,7 @@ def stop_at_the_model(monkeypatch):
     monkeypatch.setattr("firedistill.cli.inspect.load_setup", trainer)
     monkeypatch.setattr("firedistill.benchmarks.load_benchmark", lambda name: look_up(name) and Benchmark)
     monkeypatch.setattr("firedistill.cli.bench.check_device", lambda device: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)  # --threads would last beyond the test
     monkeypatch.setattr("firedistill.benchmarks.parts.run_parts", lambda *arguments: trainer(arguments))
     monkeypatch.setattr("firedistill.cli.bench.write_page", trainer)
 
@@ -437,7 +439,7 @@ OWN_DATA = [
     line
     for page in ("docs/own-data.md", "docs/judges.md")
     for line in command_lines(text_of(page))
-    if line.startswith("firedistill train")
+    if line.startswith("firedistill train lab")
 ]
 
 

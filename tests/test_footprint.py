@@ -130,6 +130,12 @@ def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
     assert sampling_memory(args, model) == (on_gpu if fixed else on_cpu)
 
 
+def test_a_guided_response_is_sampled_with_the_others(tmp_path):
+    sizes = {"max_prompt_tokens": 60, "max_new_tokens": 40, "eval_size": 0, "merge_adapter": False}
+    args = run_config("unused", tmp_path, **sizes, method="tropd", per_device_train_batch_size=2, rollout_batch_size=64)
+    assert sampling_memory(args, add_lora(random_model()))[1] == 2 * 5 * 100 * 2 * 2 * 2 * 8 * 4
+
+
 @pytest.fixture
 def passes(monkeypatch) -> list[tuple[int, int]]:
     """Sequences and tokens of the passes without gradient that are counted; they take nothing."""
@@ -166,6 +172,7 @@ def test_a_sequence_longer_than_a_pass_is_read_alone(tmp_path, passes):
         ({"policy_kl_every": 5}, [(6, 100)]),
         ({"policy_step_radius": 0.1}, [(6, 100)]),
         ({"method": "scope", "per_device_train_batch_size": 1}, [(4 * 3, 100)]),
+        ({"method": "tropd", "per_device_train_batch_size": 1}, [(5 * 3, 100)]),
         ({"eval_samples": 3}, [(15, 100)]),
         ({"policy_kl_every": 5, "gradient_accumulation_steps": 100}, [(20, 100)]),
     ],
@@ -246,6 +253,7 @@ def main(name: str, checkpointing: bool) -> dict[str, float]:
         args = run_config(
             name,
             Path(folder) / "run",
+            model_dtype="auto",
             max_steps=1,
             eval_size=0,
             save_steps=1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -576,23 +577,43 @@ def test_a_model_that_cannot_be_captured_runs_step_by_step(caplog):
 
 
 class FailingCapture:
-    """Stands for the parts of `torch.cuda` that a capture uses, and fails at the stages that are named."""
+    """Stands for the parts of `torch.cuda` that a capture uses, and fails at the stages that are named.
+
+    Attributes:
+        device: the current one.
+        streams: by device, the current one and the one of the capture.
+        freed: device and pool of what ended, apart from captures that succeed.
+    """
 
     def __init__(self, monkeypatch, stages, error):
         self.stages, self.error, self.current, self.allocates, self.users = stages, error, "main", False, 0
+        self.device, self.streams, self.freed = torch.device("cuda", 0), [], []
         for name, value in {
             "CUDAGraph": object,
             "graph_pool_handle": lambda: (0, 7),
             "current_stream": lambda: self.current,
-            "current_device": lambda: 0,
+            "device": self.on,
             "stream": self.stream,
-            "graph": lambda graph, **settings: self,
+            "Stream": lambda device: ("own", device),
+            "graph": self.graph,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_allocation)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release)
         step = fixed.Decoder.step
         monkeypatch.setattr(fixed.Decoder, "step", lambda *arguments: self.step(step, *arguments))
+
+    def graph(self, graph, stream, **settings):
+        self.streams.append((self.device, stream))
+        return self
+
+    @contextmanager
+    def on(self, device):
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
 
     @contextmanager
     def stream(self, stream):
@@ -624,9 +645,11 @@ class FailingCapture:
         if not self.allocates:
             raise RuntimeError("not currently recording")
         self.allocates = False
+        self.freed.append((device, pool))
 
     def release(self, device, pool):
         self.users -= 1
+        self.freed.append((device, pool))
 
 
 @pytest.mark.parametrize("stages", [("begin",), ("step",), ("end",), ("step", "end")], ids=" and ".join)
@@ -644,6 +667,23 @@ def test_a_capture_that_fails_leaves_nothing_behind(stages, monkeypatch, caplog)
     assert decoder.pool is None and not any(decoder.graphs.values()) and not decoder.captures
     reason = "capture is invalid" if stages == ("end",) else "this module cannot be captured"
     assert [record.message for record in caplog.records] == [f"sampling runs without a CUDA graph: {reason}"]
+
+
+@pytest.mark.parametrize("stages", [(), ("step", "end")], ids=["success", "failure"])
+def test_a_capture_is_made_on_the_device_of_the_model(stages, monkeypatch):
+    """Not on the current one, of another model, whose captures have a stream of their own. A failed one is cleaned up there, too."""
+    monkeypatch.setattr(torch.cuda, "default_generators", ["", SimpleNamespace(clone_state=list, graphsafe_set_state=None)])
+    decoders = [fixed.Decoder(SimpleNamespace(device=torch.device("cuda", index)), 0, [2]) for index in (0, 1)]
+    recorder, states = FailingCapture(monkeypatch, stages, TypeError("no")), []
+    torch.cuda.default_generators[1].graphsafe_set_state = states.append
+    for decoder in (*decoders, decoders[1]):
+        decoder.capture(2, 256, GREEDY)
+        assert decoder.captures == (not stages)
+    devices = [decoder.model.device for decoder in (*decoders, decoders[1])]
+    assert recorder.streams == [(device, ("own", device)) for device in devices]
+    assert recorder.device == torch.device("cuda", 0) and recorder.current == "main"
+    if stages:
+        assert recorder.freed == [(index, (0, 7)) for index in (0, 0, 1, 1, 1, 1)] and states == [[], []]
 
 
 @pytest.mark.parametrize("stages", [("step",), ("step", "end")], ids=" and ".join)
@@ -673,6 +713,51 @@ def test_graphs_that_are_dropped_take_their_pool_along(few_candidates, monkeypat
     assert pools == [None, (0, 7), None], "the third window found two graphs"
     (key,) = engine.decoder.graphs
     assert all(isinstance(part, int) for part in key), "a key is cheap to look up"
+
+
+def test_windows_widen_and_long_answers_have_few():
+    """Every window holds the present column, and at most half as many columns past it as up to it."""
+    decoder = fixed.Decoder(random_model(), 0, [2])
+    decoder.columns = 66 * fixed.WINDOW
+    windows = [decoder.window(1, column) for column in range(359, 360 + 16_384)]
+    assert windows == sorted(windows) and len(set(windows)) <= fixed.GRAPHS / 2
+    assert all(column < window <= max(1.5 * column + 1, column + fixed.WINDOW) for column, window in enumerate(windows, 359))
+    assert {window for window in windows if window <= 8 * fixed.WINDOW} == {fixed.WINDOW * n for n in range(2, 9)}
+    assert windows[-1] == decoder.columns, "never more than there is"
+
+
+def test_wide_windows_give_the_same_tokens(monkeypatch):
+    monkeypatch.setattr(fixed, "WINDOW", 2)
+    model, tokenizer = ending_with([])
+    growing, one = (HFRolloutEngine(model.double(), tokenizer, fixed=choice) for choice in (False, True))
+    shown, show = [], fixed.FixedLayer.show
+    monkeypatch.setattr(
+        fixed.FixedLayer, "show", lambda self, rows, columns: shown.append(columns) or show(self, rows, columns)
+    )
+    assert one.generate(PROMPTS[:1], GREEDY, seed=0) == growing.generate(PROMPTS[:1], GREEDY, seed=0)
+    assert sorted(set(shown)) == [6, 8, 10, 12, 14, 16, 24, 30] and shown[-1] == 30, "5 + 24 tokens have 30 columns"
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["default", "warn", "error"])
+def test_keys_and_values_are_written_without_a_sort_in_deterministic_runs(mode):
+    """CUDA's deterministic kernel sorts indices, and a single one cannot collide. All other operations stay deterministic."""
+
+    class Modes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            writes = function.overloadpacket is torch.ops.aten.index_copy_ and args[0].dim() == 4
+            modes[writes].add(torch.get_deterministic_debug_mode())
+            return function(*args, **(kwargs or {}))
+
+    modes, engine = {True: set(), False: set()}, HFRolloutEngine(random_model(), byte_tokenizer(), fixed=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        with Modes():
+            engine.generate(PROMPTS[:1], GREEDY, seed=0)
+        after = torch.get_deterministic_debug_mode()
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert modes == {True: {0}, False: {mode}} and after == mode
 
 
 def test_a_row_without_a_distribution_is_reported_after_another_was_drawn_again(monkeypatch):
@@ -759,6 +844,19 @@ def test_graphs_repeat_the_steps_of_a_bfloat16_model_to_the_bit(merged, device):
     engines = three_ways(model.to(device), byte_tokenizer(), merge_adapter=merged)[1:]
     for seed in (1, 2):
         sampled(engines, PROMPTS, Sampling(max_new_tokens=40), seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_a_device_that_is_not_the_current_one():
+    """The first model's captures are on the current device."""
+    for device in ("cuda:0", "cuda:1"):
+        model, tokenizer = ending_with([])
+        engines = three_ways(model.double().to(device), tokenizer)
+        assert sampled(engines, PROMPTS, Sampling(max_new_tokens=40), 4) != sampled(
+            engines, PROMPTS, Sampling(max_new_tokens=40), 5
+        )
+    assert torch.cuda.current_device() == 0
 
 
 @pytest.mark.gpu

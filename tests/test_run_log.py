@@ -69,17 +69,19 @@ def test_start_drops_only_what_will_be_written_again(tmp_path):
     for step in (0, 2, 4):
         log.evaluation({"step": step})
         log.rollouts(step, [rollout_row(rollout(), step, "p", False)], prefix="eval")
-    (tmp_path / "rollouts" / "notes.parquet").write_text("the user's own")
+    own = ["mine_2024.parquet", "notes.parquet", "table_1b.parquet"]
+    for name in own:
+        (tmp_path / "rollouts" / name).write_text("the user's own")
     log.start(3)
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert [row["step"] for row in read_jsonl(tmp_path / "evals.jsonl")] == [0, 2]
     left = sorted(path.name for path in (tmp_path / "rollouts").iterdir())
     steps = [f"step_{step:06d}.parquet" for step in (1, 2, 3)]
-    assert left == ["eval_000000.parquet", "eval_000002.parquet", "notes.parquet", *steps]
+    assert left == sorted(["eval_000000.parquet", "eval_000002.parquet", *own, *steps])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evals.jsonl", "metrics.jsonl", "rollouts"]
     log.start(0)
     assert read_jsonl(tmp_path / "metrics.jsonl") == read_jsonl(tmp_path / "evals.jsonl") == []
-    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["notes.parquet"]
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == own
 
 
 def test_undefined_values_are_null_on_disk_and_nan_when_read(tmp_path):
@@ -175,6 +177,15 @@ def test_resumption_splits_a_shared_file(step, tmp_path):
     filled(tmp_path / "a", range(step + 1, 251))
     filled(tmp_path / "b", range(1, 251))
     assert rows_by_file(tmp_path / "a") == rows_by_file(tmp_path / "b")
+
+
+def test_resumption_keeps_the_answers_of_evaluations_within_a_shared_file(tmp_path):
+    log = filled(tmp_path, range(1, 103))
+    for kind in ("eval", "sampled"):
+        log.rollouts(50, [rollout_row(rollout(), 50, "p", False)], prefix=kind)
+    log.start(101)
+    names = ["eval_000050.parquet", "sampled_000050.parquet", "step_000001-000100.parquet", "step_000101.parquet"]
+    assert list(rows_by_file(tmp_path)) == names
 
 
 def test_an_interrupted_join_loses_and_repeats_nothing(tmp_path, monkeypatch):

@@ -117,6 +117,7 @@ def test_a_run_of_every_method(method, run_of):
         assert rows[0]["teacher_tokens"] == 0 and "seconds_score" not in rows[0]
     assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"
     groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5, "rlcsd": 4, "sdpg": 4}.get(method, 1)
+    assert run.trainer.objective.responses_per_prompt == groups
     for row in rows:
         rollouts = run.rollouts(row["step"])
         assert len(rollouts) == 4 * groups
@@ -199,6 +200,32 @@ def test_warm_start_learns_the_solutions_and_a_run_continues_its_adapter(checkpo
     for name, value in adapter_weights(trainer).items():
         torch.testing.assert_close(value, adapter_weights(warm)[name])
         assert torch.equal(trainer.teacher.weights.shadow[name], value.float())
+
+
+def test_a_warm_start_names_what_is_over_the_budget_of_its_prompt(checkpoint, tmp_path, caplog):
+    settings = run_config(checkpoint, tmp_path / "warm").resolved() | {"method": "supervised", "eval_size": 0}
+    warm = WarmStartTrainer(args=WarmStartConfig(**settings), task=ToyTask())
+    examples = warm.task.examples("train")
+    lengths = {example.uid: len(warm.encoder.encode(student_messages(warm.task, example))) for example in examples}
+    limit, most = min(lengths.values()), warm.args.max_prompt_tokens
+    over = [uid for uid, length in lengths.items() if length > limit]
+    warm.args.max_prompt_tokens = limit
+    fitting, metrics = warm.sample(examples)
+    assert [rollout.example.uid for rollout in fitting] == [uid for uid in lengths if uid not in over]
+    assert metrics.row()["skipped_over_budget"] == len(over) == 8
+    for uid in over:
+        assert f"{uid} left out: its prompt has {lengths[uid]} tokens, the limit is {limit}" in caplog.text
+    warm.args.feedback_share, warm.args.max_feedback_tokens, warm.args.max_prompt_tokens = 1.0, 40, most
+    fitting, metrics = warm.sample(examples)
+    assert len(fitting) == 12 and metrics.row()["cut_feedback_fields"] >= 12
+    assert all(f"{uid}: feedback over 40 tokens; cut: " in caplog.text for uid in lengths)
+
+
+def test_the_progress_of_sampling_ends_at_its_total(checkpoint, tmp_path):
+    trainer, told = run_trainer(checkpoint, tmp_path / "run", method="tropd", max_steps=1, eval_size=0), []
+    trainer.on_progress = lambda phase, done, total: told.append((done, total))
+    trainer.train()
+    assert told[-1] == (20, 20)
 
 
 # ---- Settings --------------------------------------------------------------------------------------------------------------

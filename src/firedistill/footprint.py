@@ -167,7 +167,7 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
         return 0, 0, 0
     causal_lm = unwrap(model)
     asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows = min(asked * load_objective(args.method, args.method_settings).group_size, args.rollout_batch_size)
+    rows = min(asked * load_objective(args.method, args.method_settings).responses_per_prompt, args.rollout_batch_size)
     evaluated = min(args.eval_size, args.eval_batch_size)
     most, read = max(rows, evaluated), max(min(rows, asked), evaluated)
     width = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
@@ -202,7 +202,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     Or of what is scored before and after them: the responses of the step, or samples of an evaluation, without activations.
     """
     causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
-    sequences = args.per_device_train_batch_size * objective.group_size
+    sequences = args.per_device_train_batch_size * objective.responses_per_prompt
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
     per_token = cache_bytes_per_token(causal_lm)

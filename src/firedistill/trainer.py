@@ -279,7 +279,7 @@ class SelfDistillTrainer(ResumableTrainer):
         args, sampling = self.args, self.objective.sampling(self.args.sampling)
         first_index = args.process_index * len(examples)
         prompts, skipped = fitting_prompts(self.task, self.encoder, examples, sampling, args.budget, first_index)
-        total = len(prompts) * self.objective.group_size
+        total = len(prompts) * self.objective.responses_per_prompt
         sampler = Sampler(
             self.rollout_engine,
             self.task,
@@ -322,7 +322,7 @@ class SelfDistillTrainer(ResumableTrainer):
             student=student,
             head=self.head,
             teacher=self.teacher,
-            responses=record.update.prompts * self.objective.group_size,
+            responses=record.update.prompts * self.objective.responses_per_prompt,
             prompts=record.update.prompts,
             progress=self.progress,
             step_scale=record.step_scale,
@@ -342,7 +342,7 @@ class SelfDistillTrainer(ResumableTrainer):
     def begin_update(self, update: Update, num_batches: int) -> list[list[tuple[Rollout, Any]]]:
         """The micro-batches of an update, which is now the current one."""
         self.record.update, self.record.skipped = update, False
-        return update.micro_batches(num_batches, self.args.per_device_train_batch_size * self.objective.group_size)
+        return update.micro_batches(num_batches, self.args.per_device_train_batch_size * self.objective.responses_per_prompt)
 
     def make_update(self, update: Update, num_batches: int) -> None:
         """An optimizer update before the last one of its step, which the inherited loop makes."""

@@ -45,6 +45,11 @@ class Objective:
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; expected at least one response per prompt")
 
+    @property
+    def responses_per_prompt(self) -> int:
+        """How many rollouts `sample` returns for a prompt."""
+        return self.group_size
+
     def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
         """Refuse a teacher that does not give what the method assumes.
 
@@ -72,7 +77,7 @@ class Objective:
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         """Whether the teacher scores this rollout, so that it needs feedback."""
-        return True
+        return self.uses_teacher
 
     def views(self, rollout: Rollout) -> list[View]:
         """The teacher views of a rollout that `needs_teacher`; a naive implementation would score each of them whole.

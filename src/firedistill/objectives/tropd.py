@@ -95,6 +95,10 @@ class TrOPD(Objective):
         if self.max_prefix < 0 or self.top_k < 1:
             raise ValueError(f"max_prefix is {self.max_prefix} and top_k {self.top_k}; expected at least 0 and 1")
 
+    @property
+    def responses_per_prompt(self) -> int:
+        return self.group_size + 1
+
     def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
         if self.max_prefix > 0 and kind in ("adapter", "model"):
             raise ValueError(
@@ -112,10 +116,10 @@ class TrOPD(Objective):
         prefixes = [draft[: max(0, min(cap, len(draft) - 1))] for draft in drafts]  # never the draft's end-of-sequence
         unguided: list[list[int]] = [[]] * self.group_size
         rollouts = sampler.student(
-            [prompt for prompt in prompts for _ in range(self.group_size + 1)],
+            [prompt for prompt in prompts for _ in range(self.responses_per_prompt)],
             [ids for prefix in prefixes for ids in [*unguided, prefix]],
         )
-        guided = dict(zip(rollouts[self.group_size :: self.group_size + 1], drafts, strict=True))
+        guided = dict(zip(rollouts[self.group_size :: self.responses_per_prompt], drafts, strict=True))
         return [replace(r, draft_tokens=len(guided[r])) if r in guided else r for r in rollouts]
 
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:

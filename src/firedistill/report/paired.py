@@ -22,6 +22,7 @@ from numpy import ndarray
 
 from firedistill.report.groups import DEFAULTS, Group, Setting, Study
 from firedistill.report.read import Run, shown
+from firedistill.run.directory import rollout_file
 from firedistill.terminal import shortened, visible
 
 RESAMPLES, COVERAGE = 10_000, 0.95
@@ -134,7 +135,7 @@ def answers_of(group: Group, kind: str, notes: list[str]) -> Answers:
 def answers_of_run(run: Run, kind: str, notes: list[str]) -> dict[str, float]:
     """Read once per run."""
     if kind not in run.answers:
-        run.answers[kind] = read_answers(run.folder / "rollouts" / f"{KINDS[kind]}_{run.max_steps:06d}.parquet", notes)
+        run.answers[kind] = read_answers(run.folder / "rollouts" / rollout_file(KINDS[kind], run.max_steps), notes)
     return run.answers[kind]
 
 

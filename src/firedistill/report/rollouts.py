@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from firedistill.report.read import Run, shown
+from firedistill.run.directory import rollouts_in
 from firedistill.terminal import shortened, visible
 
 # Characters of text on a page, training steps of a run, and bytes of a file that is read.
 MOST_TEXT, MOST_STEPS, MOST_BYTES = 3 * 2**20, 8, 2**26
 COLUMNS = ["step", "uid", "prompt", "response", "expected", "submitted", "correct", "feedback"]
-FILE = re.compile(r"(step|eval)_(\d{6,9})(?:-(\d{6,9}))?\.parquet")
 UNREADABLE = (OSError, pa.ArrowException, KeyError, ValueError, TypeError, AttributeError)
 
 
@@ -77,17 +77,18 @@ def sources_of(run: Run) -> list[tuple[str, Path, list[int]]]:
     """The kind, file and steps of what is shown of a run, the most important first."""
     folder = run.folder / "rollouts"
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    files = [(found[1], int(found[2]), int(found[3] or found[2]), name) for name in names if (found := FILE.fullmatch(name))]
-    evaluations = [(first, folder / name) for kind, first, _, name in files if kind == "eval"]
+    files = [(*found, folder / name) for name in names if (found := rollouts_in(name))]
+    evaluations = [(steps.start, path) for kind, steps, path in files if kind == "eval"]
     sources = [("held-out", path, [step]) for step, path in dict.fromkeys([*evaluations[-1:], *evaluations[:1]])]
-    packs = [(first, last, folder / name) for kind, first, last, name in files if kind == "step"]
+    packs = [(steps, path) for kind, steps, path in files if kind == "step"]
     if packs:
-        low, high = packs[0][0], min(max(last for _, last, _ in packs), max(run.step, packs[0][0]))
+        low = packs[0][0].start
+        high = min(max(steps.stop - 1 for steps, _ in packs), max(run.step, low))
         wanted = sorted(
             {int(step) for step in np.linspace(low, high, MOST_STEPS)}, key=lambda step: (step != high, step != low, step)
         )
         for step in wanted:
-            sources += [("training", path, [step]) for first, last, path in packs if first <= step <= last][:1]
+            sources += [("training", path, [step]) for steps, path in packs if step in steps][:1]
     return sources
 
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import random
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,11 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from firedistill.files import REPLACED, UNFINISHED, discard, naming
+from firedistill.run.directory import CHECKPOINT
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint.json"
-NAME = re.compile(r"checkpoint-(\d{1,12})")
 
 
 class CheckpointError(ValueError):
@@ -94,7 +93,7 @@ def checkpoint_folder(run: str | Path, step: int) -> Path:
 
 def step_of(folder: str | Path) -> int:
     """The optimizer step in the name of a checkpoint folder; raises CheckpointError if it has another name."""
-    found = NAME.fullmatch(Path(folder).name)
+    found = CHECKPOINT.fullmatch(Path(folder).name)
     if found is None:
         raise CheckpointError(f"{folder} is not a checkpoint: expected a folder named checkpoint-<step>")
     return int(found.group(1))
@@ -102,7 +101,9 @@ def step_of(folder: str | Path) -> int:
 
 def all_checkpoints(run: str | Path) -> list[Path]:
     """The folders named checkpoint-<step>, complete or not, oldest first."""
-    return sorted((path for path in Path(run).glob("checkpoint-*") if NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted(
+        (path for path in Path(run).glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()), key=step_of
+    )
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:

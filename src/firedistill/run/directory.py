@@ -47,12 +47,29 @@ RUN_FILES = [
     "README.md",
     "metrics.jsonl",
 ]
-CHECKPOINT = re.compile(r"checkpoint-\d{1,12}")
-FILES_OF_STEPS = re.compile(r"(step|eval)_[\d-]+\.(parquet|json)")
+CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
+ROLLOUTS = re.compile(r"(step|eval|sampled)_(\d{6,16})(?:-(\d{6,16}))?\.parquet")
+ATTRIBUTION = re.compile(r"step_\d{6,16}\.json")
 
 
 class RunDirectoryError(ValueError):
     """A folder that cannot be, or is no longer, the directory of this run; the message says why and what to do."""
+
+
+def rollout_file(kind: str, first: int, last: int | None = None) -> str:
+    """The name of a file under `rollouts/`: `eval_000010.parquet`, or `step_000001-000100.parquet`.
+
+    Args:
+        kind: "step", "eval" or "sampled".
+        last: the last step of a file of several.
+    """
+    return f"{kind}_{first:06d}{'' if last is None else f'-{last:06d}'}.parquet"
+
+
+def rollouts_in(name: str) -> tuple[str, range] | None:
+    """Kind and steps in a name that `rollout_file` returned; None for the name of another file."""
+    found = ROLLOUTS.fullmatch(name)
+    return (found[1], range(int(found[2]), int(found[3] or found[2]) + 1)) if found else None
 
 
 def make_folder(folder: Path) -> bool:
@@ -108,9 +125,9 @@ def remove_run(folder: Path) -> None:
     for path in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*"), *folder.glob("checkpoint-*")]:
         if path.name.startswith((UNFINISHED, REPLACED)) or CHECKPOINT.fullmatch(path.name):
             remove(path)
-    for inner in (folder / "rollouts", folder / "attribution"):
+    for inner, written in ((folder / "rollouts", rollouts_in), (folder / "attribution", ATTRIBUTION.fullmatch)):
         for path in inner.glob("*"):
-            if FILES_OF_STEPS.fullmatch(path.name.removeprefix(UNFINISHED)):
+            if written(path.name.removeprefix(UNFINISHED)):
                 remove(path)
         with suppress(OSError):  # it does not exist, or holds other files
             inner.rmdir()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from firedistill.files import UNFINISHED, naming, written_at_once
 from firedistill.rollout import Rollout
+from firedistill.run.directory import rollout_file, rollouts_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -70,14 +71,17 @@ class RunLog:
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
             with written_at_once(self.folder / name) as unfinished:
                 unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
-        for path in self.folder.glob(f"rollouts/{UNFINISHED}*.parquet"):
-            path.unlink()
-        joined = {path: steps_of(path) for path in self.folder.glob("rollouts/step_*-*.parquet")}
-        for path in self.folder.glob("rollouts/*_[0-9]*.parquet"):
-            number = steps_of(path).start
-            if path not in joined and (number > step or step == 0 or any(number in steps for steps in joined.values())):
-                path.unlink()  # written again, or a leftover of joining
-        for path, steps in joined.items():
+        folder = self.folder / "rollouts"
+        for path in folder.glob(f"{UNFINISHED}*"):
+            if rollouts_in(path.name.removeprefix(UNFINISHED)):
+                path.unlink()
+        files = [(path, *found) for path in folder.glob("*") if (found := rollouts_in(path.name))]
+        joined = [(path, steps) for path, _, steps in files if len(steps) > 1]
+        for path, kind, steps in files:
+            leftover = kind == "step" and any(steps.start in others for _, others in joined)  # of joining
+            if len(steps) == 1 and (steps.start > step or step == 0 or leftover):
+                path.unlink()
+        for path, steps in joined:
             if steps.stop - 1 > step:
                 self._split(path, step)
 
@@ -97,7 +101,7 @@ class RunLog:
         folder = self.folder / "rollouts"
         try:
             folder.mkdir(exist_ok=True)
-            with written_at_once(folder / f"{prefix}_{step:06d}.parquet") as unfinished:
+            with written_at_once(folder / rollout_file(prefix, step)) as unfinished:
                 pq.write_table(pa.Table.from_pylist(list(rows), schema=rollout_columns()), unfinished)
         except (OSError, pa.ArrowException) as error:
             self.failed(f"the rollouts of step {step} could not be written", error)
@@ -112,8 +116,8 @@ class RunLog:
         import pyarrow.parquet as pq
 
         folder = self.folder / "rollouts"
-        parts = [path for path in (folder / f"step_{step:06d}.parquet" for step in steps) if path.exists()]
-        joined = folder / f"step_{steps[0]:06d}-{steps[-1]:06d}.parquet"
+        parts = [path for path in (folder / rollout_file("step", step) for step in steps) if path.exists()]
+        joined = folder / rollout_file("step", steps[0], steps[-1])
         with written_at_once(joined) as unfinished, pq.ParquetWriter(unfinished, rollout_columns()) as writer:
             for part in parts:
                 writer.write_table(pq.read_table(part, schema=rollout_columns()))
@@ -129,7 +133,7 @@ class RunLog:
                 table = file.read_row_group(group)
                 step = table["step"][0].as_py()
                 if step <= last:
-                    with written_at_once(path.with_name(f"step_{step:06d}.parquet")) as unfinished:
+                    with written_at_once(path.with_name(rollout_file("step", step))) as unfinished:
                         pq.write_table(table, unfinished)
         path.unlink()
 
@@ -166,12 +170,6 @@ class RunLog:
         """Count and log a write that failed without harm to the run."""
         self.failed_writes += 1
         logger.error("%s (%s); training continues. Make room in %s", what, error, self.folder)
-
-
-def steps_of(path: Path) -> range:
-    """The steps in the name of a rollout file: `eval_000010.parquet` or `step_000001-000100.parquet`."""
-    first, _, last = path.stem.rpartition("_")[2].partition("-")
-    return range(int(first), int(last or first) + 1)
 
 
 def json_line(row: dict[str, Any]) -> str:
