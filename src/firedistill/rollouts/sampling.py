@@ -3,7 +3,8 @@
 The order is that of `transformers`: repetition penalty, temperature, top-k, top-p, and the distribution is the same. Only the largest
 scores are sorted, since a nucleus has tens of tokens and a vocabulary 150,000; where a nucleus is wider, more of them are.
 
-Probabilities are cumulated as integers. Their sums are exact, so that the order in which a device adds them has no effect.
+Probabilities are cumulated as integers. Their sums are exact, so that the order in which a device adds them has no effect. The
+exception is one float64 sum over the vocabulary, which decides where the nucleus ends if top-p is used without top-k.
 """
 
 from __future__ import annotations
