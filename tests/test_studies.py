@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -67,13 +68,9 @@ def test_the_interval_of_answers_draws_seeds_and_answers():
 
 def test_weights_are_of_the_same_problems_with_right_and_with_wrong_feedback():
     """Problems with larger weights in both runs are no sign of wrong feedback."""
-    rows = [
-        {"variant": variant, "seed": seed, "step": step, "uid": uid, "wrong": int(variant == "answer-0.5" and uid == "b"), "weight": w}
-        for variant in ("answer-0", "answer-0.5", "hint-0", "hint-0.5")
-        for seed in (0, 1)
-        for step in (0, 150)
-        for uid, w in (("a", 0.1), ("b", 0.4 + seed / 10))
-    ]
-    table = pd.DataFrame(rows).assign(wrong=lambda t: t["wrong"].where(t["variant"] != "hint-0.5", (t["uid"] == "b").astype(int)))
+    runs = itertools.product(("answer-0", "answer-0.5", "hint-0", "hint-0.5"), (0, 1), (0, 150), ("a", "b"))
+    table = pd.DataFrame(runs, columns=["variant", "seed", "step", "uid"])
+    table["wrong"] = (table["variant"].str.endswith("0.5") & (table["uid"] == "b")).astype(int)
+    table["weight"] = np.where(table["uid"] == "a", 0.1, 0.4 + table["seed"] / 10)
     lines = studies.noise_weights(table).splitlines()[2:]
     assert lines[1] == "| `verifier` | after | 2 | 0.4500 | 0.4500 | +0.0000 (+0.0000 to +0.0000) |" and len(lines) == 4
