@@ -19,7 +19,7 @@ def task(
     format_instruction: str | None = None,
     name: str | None = None,
 ) -> Callable[[Callable[..., Any]], TableTask]:
-    """Make a task of a function that returns rows, or, for given `data`, of a verifier.
+    """Make a task of a function that returns rows, or, for given `data`, of a verifier::
 
         @task(answer="numeric")
         def sums():
