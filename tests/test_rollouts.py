@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -592,8 +593,8 @@ class FailingCapture:
             "CUDAGraph": object,
             "graph_pool_handle": lambda: (0, 7),
             "current_stream": lambda: self.current,
-            "device": self.on,
-            "stream": self.stream,
+            "device": partial(self.switched, "device"),
+            "stream": partial(self.switched, "current"),
             "Stream": lambda device: ("own", device),
             "graph": self.graph,
         }.items():
@@ -608,20 +609,13 @@ class FailingCapture:
         return self
 
     @contextmanager
-    def on(self, device):
-        before, self.device = self.device, device
+    def switched(self, name, value):
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.device = before
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+            setattr(self, name, before)
 
     def __enter__(self):
         self.current, self.allocates, self.users = "side", True, self.users + 1
