@@ -1126,6 +1126,8 @@ def test_a_skipped_step_says_why():
     lines, _ = shown([{"skipped_update": 1, "grad_norm": 0.0}, {"skipped_update": 1, "grad_norm": float("nan")}])
     assert lines[1].endswith("skipped: no rollout to train on")
     assert lines[2].endswith("skipped: the gradient is not finite") and lines[2].split()[2] == "-"
+    lines, _ = shown([{"skipped_update": 1, "updates": 8, "grad_norm": float("nan")}])
+    assert lines[1].endswith("1 of 8 updates skipped: the gradient is not finite")
 
 
 EVALUATION = {

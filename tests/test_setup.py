@@ -113,7 +113,7 @@ def test_several_gpus_are_reported(config, caplog):
     settings._n_gpu = 4
     with caplog.at_level(logging.WARNING):
         assert load_setup(settings).args.n_gpu == 1
-    assert "one process uses one GPU; for 4 GPUs start with: torchrun --nproc_per_node 4" in caplog.text
+    assert "for all 4 start with: torchrun --no-python --standalone --nproc_per_node 4 firedistill" in caplog.text
 
 
 def test_the_seed_alone_decides_the_adapter(config):

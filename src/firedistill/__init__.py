@@ -1,4 +1,4 @@
-"""Feedback-based on-policy self-distillation of language models that stays stable: FIRE and its ablations.
+"""Feedback-based on-policy self-distillation of language models: FIRE, its ablations and baselines.
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 

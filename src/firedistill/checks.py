@@ -31,7 +31,7 @@ from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.attention import NAME, multiplies_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
-from firedistill.models.states import unwrap
+from firedistill.models.states import positions, unwrap
 from firedistill.models.tokens import end_of_turn_id, render
 from firedistill.objectives import load_objective
 from firedistill.objectives.full_context import FullContext
@@ -45,7 +45,7 @@ from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.types import Example
-from firedistill.teacher.prefix_cache import can_share_prefixes
+from firedistill.teacher.prefix_cache import shares_prefixes
 from firedistill.terminal import visible
 
 CHECKED = 256  # examples of a split that are checked
@@ -53,9 +53,8 @@ CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no furt
 TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
-RETAINED = (
-    1.3  # peak of a step over its memory in use: glibc keeps freed blocks, measured at up to 1.27 (docs/how-a-step-works.md)
-)
+# Peak of a step over its memory in use: glibc keeps freed blocks, measured at up to 1.27 (docs/how-a-step-works.md)
+RETAINED = 1.3
 
 Level = Literal["error", "warning", "note"]
 Found = TypeVar("Found")
@@ -411,13 +410,13 @@ def check_context(setup: Setup) -> Iterator[Finding]:
             f"{max(room, 0)} tokens are left for feedback of up to {args.max_feedback_tokens}; longer views leave their responses out",
             f"raise max_context_tokens by {args.max_feedback_tokens - room}",
         )
-    positions = getattr(unwrap(setup.model).config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and args.max_context_tokens > positions:
+    most = positions(setup.model)
+    if most is not None and args.max_context_tokens > most:
         yield Finding(
             "warning",
             "context",
-            f"max_context_tokens is {args.max_context_tokens}, the model has {positions} positions",
-            f"set max_context_tokens to at most {positions}",
+            f"max_context_tokens is {args.max_context_tokens}, the model has {most} positions",
+            f"set max_context_tokens to at most {most}",
         )
 
 
@@ -615,8 +614,7 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
         attention += f", the default {'for cpu' if attention == NAME else 'of transformers'}"
     if device.type == "cuda":
         attention += ", without cuDNN's kernels"
-    shares = args.share_prefixes if args.share_prefixes is not None else device.type == "cpu"
-    views = "shared prefixes once" if shares and can_share_prefixes(setup.model) else "in batches"
+    views = "shared prefixes once" if shares_prefixes(args.share_prefixes, setup.model, device) else "in batches"
     if args.share_prefixes is None:
         views += f", the default for {device.type}"
     chunk = default_chunk(config.get_text_config().vocab_size, device.type == "cuda")

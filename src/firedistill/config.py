@@ -21,6 +21,7 @@ from transformers.training_args import OptimizerNames
 
 from firedistill.coerce import coerce, is_secret
 from firedistill.files import written_at_once
+from firedistill.memory import TOKENS_PER_FORWARD
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
 from firedistill.rollout import Sampling
@@ -90,7 +91,9 @@ class SelfDistillConfig(TrainingArguments):
         "dataset owner/name), or a task of your own: module:Name or ./file.py:Name.",
     )
     method: str = training_setting(
-        "fire", "Method: fire, an ablation, a baseline (listed below), or a dotted path module:Class."
+        "fire",
+        "Method by its name (fire, full_context, ...; the end of --help and the page Methods list all), or your own: module:Class or "
+        "./file.py:Class.",
     )
     method_settings: dict[str, Any] = training_setting(
         {}, "Settings of the method; --method_settings.NAME VALUE sets a single one."
@@ -263,8 +266,8 @@ class SelfDistillConfig(TrainingArguments):
     lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
     gradient_checkpointing: bool | None = model_setting(
         None,
-        "Recompute activations in the backward pass: less memory, about 20% slower. By default on CPUs, and on GPUs that have no room "
-        "for them.",
+        "Recompute activations in the backward pass: less memory, more time. By default on CPUs, with fsdp_size, and on GPUs that have "
+        "no room for them.",
         effect="rounding",
     )
     merge_adapter: bool | None = model_setting(
@@ -396,7 +399,7 @@ class SelfDistillConfig(TrainingArguments):
         Where the base model is spread over processes, a batch that does not fit ends the run.
         """
         whole = self.fsdp_size in (None, 1)
-        return self.score_tokens_per_forward or (32_768 if whole and self.device.type == "cuda" else 8192)
+        return self.score_tokens_per_forward or (32_768 if whole and self.device.type == "cuda" else TOKENS_PER_FORWARD)
 
     def __post_init__(self) -> None:
         self._convert()

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import nn
 
 from firedistill.config import SelfDistillConfig
-from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, BatchLimit, explained_memory
+from firedistill.memory import SMALLER_EVALUATIONS, explained_memory, scoring_limit
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives.batches import frozen_states, map_tokens
 from firedistill.objectives.distributions import entropy
@@ -164,8 +164,7 @@ def evaluate_samples(
 def entropy_sums(model: nn.Module, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[float, int]:
     """Sum over the response tokens of the entropy of the student's distribution (nats, temperature 1), and their number."""
     head, total = Head.of(unwrap(model)), 0.0
-    adjustable = not is_sharded(unwrap(model))
-    limit = BatchLimit(max_tokens, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64, adjustable=adjustable)
+    limit = scoring_limit(max_tokens, adjustable=not is_sharded(unwrap(model)))
     ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
     for start in range(0, len(ordered), ROLLOUTS_PER_SCORING):
         states = frozen_states(model, ordered[start : start + ROLLOUTS_PER_SCORING], limit)

@@ -31,7 +31,8 @@ from firedistill.ops import fire_head
 from firedistill.rollouts.fixed import WINDOW, can_fix, power_of_two
 from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.merging import can_pack, merged_bytes
-from firedistill.teacher.prefix_cache import can_share_prefixes
+from firedistill.rollouts.padding import cache_bytes_per_token
+from firedistill.teacher.prefix_cache import shares_prefixes
 from firedistill.teacher.teacher import packed_tokens
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,7 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
     copies = 0
     if args.merge_adapter:
         copies = merged_bytes(model) + (head.weight.nbytes if head is not None and can_pack(head.weight) else 0)
-    columns, first, per_token = width + args.max_new_tokens, 0.0, cache_bytes_per_token(causal_lm)
+    columns, first, per_token = width + args.max_new_tokens, 0.0, cache_bytes_per_token(config, causal_lm.dtype)
     if args.device.type == "cuda" and (decoded := causal_lm_for_decoding(model)) is not None and can_fix(decoded):
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
         rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // WINDOW) * WINDOW
@@ -205,9 +206,8 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     sequences = args.per_device_train_batch_size * objective.responses_per_prompt
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
-    per_token = cache_bytes_per_token(causal_lm)
-    shares = args.share_prefixes if args.share_prefixes is not None else args.device.type == "cpu"
-    shares = shares and can_share_prefixes(model)
+    per_token = cache_bytes_per_token(causal_lm.config.get_text_config(), causal_lm.dtype)
+    shares = shares_prefixes(args.share_prefixes, model, args.device)
     together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
     teacher = pass_memory(model, max(1, together // longest), longest)  # of sequences of all views
     kept_prefixes = sequences * longest * per_token if shares else 0
@@ -239,14 +239,6 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
     return max(peak, scored, kept + max(teacher + kept_prefixes, head))
-
-
-def cache_bytes_per_token(model: PreTrainedModel) -> float:
-    """Bytes of the keys and values of a token, over all layers."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * model.dtype.itemsize
 
 
 def block_bytes_per_token(model: PreTrainedModel) -> float:

@@ -30,6 +30,7 @@ _EXHAUSTED = (
 
 SMALLER_ROLLOUTS = "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens"
 SMALLER_EVALUATIONS = "evaluation does not fit; lower eval_batch_size, max_new_tokens or max_context_tokens"
+TOKENS_PER_FORWARD = 8192  # padded, of a pass that reads given responses
 SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
 LOADING = (
     "use --quantization nf4, --model_dtype bfloat16 or a smaller model, end other programs that hold memory, or raise the memory "
@@ -108,6 +109,11 @@ class BatchLimit:
         self.size = tried // 2
         self.halved += 1
         logger.warning("out of memory: %s is %d from this point", self.name, self.size)
+
+
+def scoring_limit(tokens: int, name: str = "score_tokens_per_forward", *, adjustable: bool = True) -> BatchLimit:
+    """The limit of padded tokens per forward pass that reads given responses."""
+    return BatchLimit(tokens, name, SHORTER_CONTEXTS, smallest=64, adjustable=adjustable)
 
 
 class Attempt:

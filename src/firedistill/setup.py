@@ -179,7 +179,8 @@ def load_setup(
     if args.checkpoint_sampling:
         use_checkpoint_sampling(args, model)
     if args.n_gpu > 1:
-        logger.warning("one process uses one GPU; for %d GPUs start with: torchrun --nproc_per_node %d", args.n_gpu, args.n_gpu)
+        launcher = f"torchrun --no-python --standalone --nproc_per_node {args.n_gpu} firedistill ..."
+        logger.warning("one process uses one GPU; for all %d start with: %s", args.n_gpu, launcher)
         args._n_gpu = 1
     if not hasattr(model, "peft_config"):
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
@@ -424,7 +425,7 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         decided["merge_adapter"] = f"{str(args.merge_adapter).lower()}: {why}"
     checkpointing = args.activation_checkpointing
     if checkpointing is None:
-        checkpointing, why = True, "the default for cpu"
+        checkpointing, why = True, f"the default {'with fsdp_size' if on_gpu else 'for cpu'}"
         if on_gpu and not is_sharded(unwrap(model)):
             need = sum(memory_of_step(args, model, checkpointing=False).values()) - sum(p.nbytes for p in model.parameters())
             checkpointing = need > 0.9 * unused

@@ -40,13 +40,13 @@ from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import written_at_once, written_whole
 from firedistill.memory import (
     LOADING,
-    SHORTER_CONTEXTS,
     SMALLER_EVALUATIONS,
     SMALLER_MICRO_BATCHES,
     SMALLER_ROLLOUTS,
     BatchLimit,
     explained_memory,
     held_memory,
+    scoring_limit,
 )
 from firedistill.metrics import Metrics, over_processes, synchronize
 from firedistill.models.lora import trained_parameters
@@ -122,7 +122,8 @@ class SelfDistillTrainer(ResumableTrainer):
             has trainable adapter weights (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
-        train_examples, eval_examples: examples, or rows of a `datasets.Dataset` as in `load_setup`; taken from the task by default.
+        train_examples, eval_examples: examples, or rows with the fields of `Example` or the columns that the task reads; taken from the
+            task by default.
         processing_class: the tokenizer; required with a model object.
         callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
@@ -183,11 +184,8 @@ class SelfDistillTrainer(ResumableTrainer):
                 "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
             )
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
-        for unwanted in (
-            DEFAULT_PROGRESS_CALLBACK,
-            ProgressCallback,
-            PrinterCallback,
-        ):  # the first one is another in a notebook
+        # The first one is another in a notebook.
+        for unwanted in (DEFAULT_PROGRESS_CALLBACK, ProgressCallback, PrinterCallback):
             self.remove_callback(unwanted)
         self.trackers = guard_trackers(self.callback_handler.callbacks)
 
@@ -195,22 +193,11 @@ class SelfDistillTrainer(ResumableTrainer):
         self.limits = {
             "rollouts": BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS, adjustable=adjustable),
             "evaluation": BatchLimit(args.eval_batch_size, "eval_batch_size", SMALLER_EVALUATIONS, adjustable=adjustable),
-            "scoring": BatchLimit(
-                args.tokens_per_forward,
-                "score_tokens_per_forward",
-                SHORTER_CONTEXTS,
-                smallest=64,
-                adjustable=adjustable,
-            ),
+            "scoring": scoring_limit(args.tokens_per_forward, adjustable=adjustable),
         }
         # Its own, so that a measurement that is short of memory does not change how the run is computed.
-        self.policy_limit = BatchLimit(
-            args.tokens_per_forward,
-            "score_tokens_per_forward of the measured policy",
-            SHORTER_CONTEXTS,
-            smallest=64,
-            adjustable=adjustable,
-        )
+        name = "score_tokens_per_forward of the measured policy"
+        self.policy_limit = scoring_limit(args.tokens_per_forward, name, adjustable=adjustable)
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
         self.teacher = self.setup.teacher(self.limits["scoring"])
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
@@ -580,9 +567,12 @@ class SelfDistillTrainer(ResumableTrainer):
         return check(self.setup)
 
     def train(self, *args: Any, preflight: bool | None = None, **kwargs: Any) -> Any:
-        """Train as `ResumableTrainer.train`.
+        """Train, or resume from a checkpoint.
 
         Args:
+            resume_from_checkpoint: None or "auto" resumes from the newest complete checkpoint of the run directory, if there is one;
+                True requires one; a path names one; False starts over and replaces the run.
+            allow_changes: settings that may differ from those of the checkpoint, by name.
             preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
         """
         if self.console_report is not None if preflight is None else preflight:

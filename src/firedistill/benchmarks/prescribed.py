@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from firedistill.benchmarks.fire_head import gradient_excess, step_scale_for
 from firedistill.benchmarks.harness import Options
 from firedistill.config import SelfDistillConfig
-from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
+from firedistill.memory import scoring_limit
 from firedistill.metrics import Metrics
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.attention import use_own_attention
@@ -137,7 +137,7 @@ class PrescribedSteps:
         self.trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.trainable, lr=0.0)
         task, encoder = PrescribedTask(sizes.fields), PromptEncoder(self.tokenizer)
-        one_response = BatchLimit(1, "score_tokens_per_forward", SHORTER_CONTEXTS)
+        one_response = scoring_limit(1)
         self.teachers = {
             OWN: Teacher(self.model, task, encoder),
             SHARED: Teacher(self.model, task, encoder, share_prefixes=True),

@@ -18,7 +18,7 @@ from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
-from firedistill.memory import SHORTER_CONTEXTS, SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
+from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit, scoring_limit
 from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
@@ -188,7 +188,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
-    teacher = setup.teacher(BatchLimit(args.tokens_per_forward, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64))
+    teacher = setup.teacher(scoring_limit(args.tokens_per_forward))
     if weights := checkpoint or newest_checkpoint(args.run_dir):
         teacher.weights.load(weights)
     elif args.teacher_kind == "initial" and (folder / "config.yaml").is_file():
@@ -200,21 +200,14 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
     with in_use(engine):
         if not options.save:
-            show_inspection(setup, engine, inspector, examples[first], console, options.prompts)
+            with console.status("sampling a response and scoring it under every teacher view"):
+                inspection = inspect_example(setup, engine, inspector, examples[first])
+            print_inspection(inspection, teacher, console, prompts=options.prompts)
             return 0
         last = last_row(folder / "metrics.jsonl")
         step = step_of(checkpoint) if checkpoint is not None else last["step"] if last else 0
         save_inspections(setup, engine, inspector, examples[first : first + options.count], folder, step, console)
     return 0
-
-
-def show_inspection(
-    setup: Setup, engine: RolloutEngine, inspector: Inspector, example: Example, console: Console, prompts: bool
-) -> None:
-    """Print a response with what feedback does to its tokens; see `inspect_example` and `print_inspection`."""
-    with console.status("sampling a response and scoring it under every teacher view"):
-        inspection = inspect_example(setup, engine, inspector, example)
-    print_inspection(inspection, inspector.teacher, console, prompts=prompts)
 
 
 def save_inspections(

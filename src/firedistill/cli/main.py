@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import sys
@@ -14,7 +13,7 @@ from rich.console import Console
 import firedistill
 from firedistill.cli.arguments import OF_COMMANDS, parse, parse_suite, wants_help
 from firedistill.tasks.sources import DataError
-from firedistill.terminal import of_rank, plain_console, unfailing_output, visible
+from firedistill.terminal import nearest, of_rank, plain_console, unfailing_output, visible
 
 EPILOGUE = """\
 examples:
@@ -85,7 +84,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command and report a user's mistake; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="firedistill",
-        description="Feedback-based on-policy self-distillation that stays stable.",
+        description="Feedback-based on-policy self-distillation of language models.",
         epilog=EPILOGUE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -95,9 +94,8 @@ def run(arguments: Sequence[str]) -> int:
         command = commands.add_parser(name, help=text, add_help=False)
         command.add_argument("rest", nargs=argparse.REMAINDER)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        close = difflib.get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(COMMANDS)}"
-        parser.error(f"unknown command {arguments[0]!r}; {hint}")
+        hint = nearest(arguments[0], COMMANDS) or f"; known are {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {arguments[0]!r}{hint}")
     parsed, unknown = parser.parse_known_args(arguments)
     console = plain_console()
     try:

@@ -121,6 +121,11 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def positions(model: nn.Module) -> int | None:
+    """The most tokens that the model has positions for, or None if its configuration does not say."""
+    return getattr(unwrap(model).config.get_text_config(), "max_position_embeddings", None)
+
+
 @contextmanager
 def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Call `function` through the `forward` of a distributed wrapper (DDP), whose hooks synchronize gradients."""

@@ -40,20 +40,17 @@ def demopsd_target(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: 
         alpha_max: the largest share of the reference.
         beta: how fast the share grows with the disagreement.
     """
+    return tempered(reference_logits, teacher_logits, alpha_max, beta)[:2]
+
+
+@torch.no_grad()
+def tempered(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`demopsd_target`, and the Jensen-Shannon divergence `d` `[...]` that decides the share."""
     log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
-    alpha = reference_share(jensen_shannon(log_s, log_q), alpha_max, beta)
-    return tempered(log_q, log_s, alpha), alpha
-
-
-def reference_share(disagreement: Tensor, alpha_max: float, beta: float) -> Tensor:
-    """`alpha` `[...]` from the Jensen-Shannon divergence `d` `[...]`."""
-    return alpha_max * torch.tanh(0.5 * beta * disagreement)
-
-
-def tempered(log_q: Tensor, log_s: Tensor, alpha: Tensor) -> Tensor:
-    """`log B` `[..., V]`, the normalised geometric mean of `q` and, with weight alpha, `s`."""
+    disagreement = jensen_shannon(log_s, log_q)
+    alpha = alpha_max * torch.tanh(0.5 * beta * disagreement)
     share = alpha.unsqueeze(-1)
-    return log_softmax((1 - share) * log_q + share * log_s)
+    return log_softmax((1 - share) * log_q + share * log_s), alpha, disagreement
 
 
 @register("demopsd")
@@ -89,15 +86,13 @@ class DemoPSD(Objective):
         def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             teacher_logits = head(full.hidden[chunk])
             reference_logits = head(without[0].hidden[chunk]) if without else student_logits.detach()
-            log_s, log_q = log_softmax(finite_logits(reference_logits)), log_softmax(finite_logits(teacher_logits))
-            disagreement = jensen_shannon(log_s, log_q)
-            alpha = reference_share(disagreement, self.alpha_max, self.beta)
+            log_target, alpha, disagreement = tempered(reference_logits, teacher_logits, self.alpha_max, self.beta)
             metrics.mean(
                 demopsd_disagreement=disagreement,
                 demopsd_alpha=alpha,
                 kl=reverse_kl(student_logits.detach(), teacher_logits),
                 entropy=entropy(student_logits.detach()),
             )
-            return reverse_kl(student_logits, tempered(log_q, log_s, alpha))
+            return reverse_kl(student_logits, log_target)
 
         return batch.token_mean_loss(token_loss), metrics

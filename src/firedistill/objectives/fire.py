@@ -135,8 +135,7 @@ def fire_target(
 
 def excess_gate(energy: Tensor, rho: Tensor) -> Tensor:
     """`chi`, the share of the gradient energy E_c beyond the radius; 0 iff `E_c <= rho^2` (eq. fire_evidence)."""
-    outside = energy > rho.square()
-    return torch.where(outside, (energy - rho.square()) / energy.where(outside, torch.ones_like(energy)), 0.0)
+    return ((energy - rho.square()) / energy).where(energy > rho.square(), 0.0)
 
 
 def attribution_weights(chi: Tensor, field_energy: Tensor, rho: Tensor) -> Tensor:
@@ -150,8 +149,7 @@ def attribution_weights(chi: Tensor, field_energy: Tensor, rho: Tensor) -> Tenso
 
 def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:
     """`eta = min(1, rho / ||g(q_A)||)`, 1 for a gradient of 0 (eq. fire_contraction_coefficient)."""
-    outside = gradient_norm > rho
-    return torch.where(outside, rho / gradient_norm.where(outside, torch.ones_like(rho)), 1.0)
+    return (rho / gradient_norm).where(gradient_norm > rho, 1.0)
 
 
 def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:

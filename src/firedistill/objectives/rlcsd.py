@@ -27,7 +27,7 @@ from torch import Tensor
 
 from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
-from firedistill.models.states import unwrap
+from firedistill.models.states import positions
 from firedistill.objectives.base import Objective, setting
 from firedistill.objectives.batches import MicroBatch, Step, sampled_log_probs, token_log_probs
 from firedistill.objectives.distributions import entropy
@@ -133,12 +133,12 @@ class RLCSD(Objective):
         groups: dict[int, list[Rollout]] = {}
         for rollout in step.rollouts:
             groups.setdefault(rollout.prompt_index, []).append(rollout)
-        positions = getattr(unwrap(step.model).config.get_text_config(), "max_position_embeddings", None) or math.inf
+        most = positions(step.model) or math.inf
         hinted, owners = [], []
         for rollout in rollouts:
             texts = self.hints(rollout, groups[rollout.prompt_index]) or []
             variants = [replace(rollout, feedback=(FeedbackField("hint", f"Reference solution: {text}"),)) for text in texts]
-            if variants and all(step.teacher.view_tokens(variant, "full") <= positions for variant in variants):
+            if variants and all(step.teacher.view_tokens(variant, "full") <= most for variant in variants):
                 hinted += variants
                 owners.append((rollout, len(variants)))
         found = iter(values.double() for values in sampled_log_probs(step.teacher.head, step.teacher.full(hinted), hinted))

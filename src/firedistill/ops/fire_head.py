@@ -175,20 +175,15 @@ def first_pass(
         raise ValueError(
             f"{len(wrong)} tokens belong to wrong responses, but teacher_hidden {tuple(teacher_hidden.shape)} has {len(teacher_hidden)}"
         )
+    differentiate = torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained))
     state = FirstPass(
-        head=head,
-        teacher_head=teacher_head or head,
+        rule=Rule(head, teacher_head or head, log_prob_floor, attribution, projection, differentiate, step_scale),
         hidden=hidden,
         token_weights=token_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)),
         wrong=wrong,
         teacher_hidden=teacher_hidden,
-        step_scale=step_scale,
-        log_prob_floor=log_prob_floor,
-        attribution=attribution,
-        projection=projection,
         chunk_size=chunk_size or default_chunk(head.vocabulary_size, hidden.is_cuda),
         block_size=max(1, (BLOCK_ELEMENTS_GPU if hidden.is_cuda else BLOCK_ELEMENTS) // head.vocabulary_size),
-        differentiate=torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained)),
     )
     with torch.no_grad(), float32_sums(), torch.cuda.device_of(hidden):
         state.correct_branch(correct.nonzero().flatten(), token_ids)
@@ -205,39 +200,24 @@ class FirstPass:
         over: `[K]`, ascending indices into these W tokens: where the full teacher violates the radius. Empty without attribution.
     """
 
-    head: Head
-    teacher_head: Head
+    rule: Rule
     hidden: Tensor
     token_weights: Tensor
     wrong: Tensor
     teacher_hidden: Tensor
-    step_scale: float
-    log_prob_floor: float | None
-    attribution: bool
-    projection: bool
     chunk_size: int
     block_size: int
-    differentiate: bool
 
     def __post_init__(self) -> None:
         self.dtype = torch.promote_types(self.hidden.dtype, torch.float32)
         names = ("token_loss", "rho", "gradient_norm", "entropy", "beta", "energy", "chi", "eta", "kl")
         self.statistics = {name: self.undefined(len(self.hidden)) for name in names}
         self.allocate_attribution(0)
-        self.trained = self.head.trained
+        self.trained = self.rule.head.trained
         self.hidden_gradient = torch.zeros_like(self.hidden)
         self.head_gradients = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in self.trained]
         self.over = self.wrong[:0]
         self.waiting = False
-        self.rule = Rule(
-            self.head,
-            self.teacher_head,
-            self.log_prob_floor,
-            self.attribution,
-            self.projection,
-            self.differentiate,
-            self.step_scale,
-        )
 
     def output(self) -> FireHeadOutput:
         """The loss and the diagnostics.
@@ -248,7 +228,7 @@ class FirstPass:
         if self.waiting:
             raise RuntimeError(f"{len(self.over)} tokens are over the radius: call attribute(loo_hidden)")
         loss = (self.token_weights * self.statistics["token_loss"]).sum()
-        if self.differentiate:
+        if self.rule.differentiate:
             loss = with_gradients(loss, [self.hidden, *self.trained], [self.hidden_gradient, *self.head_gradients])
         return FireHeadOutput(loss, **self.statistics)
 
@@ -270,7 +250,7 @@ class FirstPass:
         tokens = self.wrong[self.over]
         with torch.no_grad(), float32_sums(), torch.cuda.device_of(self.hidden):
             for part, products in self.projected(tokens):
-                full = self.teacher_head.project(self.teacher_hidden[self.over[part]])
+                full = self.rule.teacher_head.project(self.teacher_hidden[self.over[part]])
                 every = torch.arange(len(products), device=products.device)
                 self.attribute_tokens(tokens[part], products, full, every, loo_hidden[:, part])
         self.waiting = False
@@ -291,7 +271,7 @@ class FirstPass:
             self.allocate_attribution(len(loo_hidden))
         over = [self.over]
         for part, products in self.projected(self.wrong):
-            full = self.teacher_head.project(self.teacher_hidden[part])
+            full = self.rule.teacher_head.project(self.teacher_hidden[part])
             outside = self.full_teacher(self.wrong[part], products, full)
             if loo_hidden is not None:
                 self.attribute_tokens(self.wrong[part], products, full, outside, loo_hidden[:, part][:, outside])
@@ -324,7 +304,7 @@ class FirstPass:
         group_size = max(1, self.chunk_size // max(1, fields + more))
         for start in range(0, len(over), group_size):
             group, states = over[start : start + group_size], loo_hidden[:, start : start + group_size]
-            views = self.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
+            views = self.rule.teacher_head.project(states.flatten(0, 1)).view(fields, len(group), products.shape[-1])
             for block in self.blocks(group):
                 rows, here = group[block], tokens[group[block]]
                 of_full, every = full[rows], views[:, block]
@@ -366,11 +346,11 @@ class FirstPass:
         """
         for start in range(0, len(tokens), self.chunk_size):
             part = slice(start, min(start + self.chunk_size, len(tokens)))
-            with torch.set_grad_enabled(self.differentiate):
-                states = self.hidden[tokens[part]].detach().requires_grad_(self.differentiate)
-                products = self.head.project(states)
+            with torch.set_grad_enabled(self.rule.differentiate):
+                states = self.hidden[tokens[part]].detach().requires_grad_(self.rule.differentiate)
+                products = self.rule.head.project(states)
             yield part, products.detach()
-            if self.differentiate:
+            if self.rule.differentiate:
                 gradients = torch.autograd.grad(products, [states, *self.trained], products.detach())
                 self.hidden_gradient[tokens[part]] = gradients[0]
                 for accumulated, gradient in zip(self.head_gradients, gradients[1:], strict=True):
@@ -387,7 +367,8 @@ class FirstPass:
         """The function of `rule` and of these tensors, compiled or in blocks. A single row would be compiled on its own."""
         if len(inputs[0]) > 1 and is_compiled(self.hidden.device, self.dtype):
             # A number would be compiled into the function. The device fills the tensor, so that the host does not wait for a copy.
-            rule = self.rule._replace(step_scale=torch.full((), self.step_scale, dtype=self.dtype, device=self.hidden.device))
+            scale = torch.full((), cast(float, self.rule.step_scale), dtype=self.dtype, device=self.hidden.device)
+            rule = self.rule._replace(step_scale=scale)
             try:
                 with torch._dynamo.config.patch(recompile_limit=COMPILATIONS):
                     return compiled(function, COMPILER)(rule, *with_any_rows(inputs, self.compiled_size))
@@ -403,7 +384,7 @@ class FirstPass:
     @property
     def compiled_size(self) -> int:
         """Rows that a compiled function takes at once, as many as a chunk has by default; a single one would be a case of its own."""
-        return max(2, CHUNK_ELEMENTS_GPU // self.head.vocabulary_size)
+        return max(2, CHUNK_ELEMENTS_GPU // self.rule.head.vocabulary_size)
 
     def allocate_attribution(self, fields: int) -> None:
         """All weight on the full teacher until the views are read."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
 from firedistill.models.attention import own_attention
@@ -22,6 +22,14 @@ from firedistill.rollout import Sampling
 from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalise_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+
+
+def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    """Float32 logits `[B, V]` after the tokens `ids` `[B, T]`, whose keys and values are added to the cache."""
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+    )
+    return output.logits[:, -1].float()
 
 
 def can_decode(model: PreTrainedModel) -> bool:
@@ -158,15 +166,7 @@ class GrowingBatch:
         """Logits `[B, V]` after the tokens `ids` `[B, T]`."""
         start, self.length = self.length, self.length + ids.shape[-1]
         with own_attention(self.model):
-            output = self.model(
-                input_ids=ids,
-                attention_mask=self.mask[:, : self.length],
-                position_ids=self.positions[:, start : self.length],
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-        return output.logits[:, -1].float()
+            return next_logits(self.model, ids, self.mask[:, : self.length], self.positions[:, start : self.length], self.cache)
 
     def keep(self, rows: list[int]) -> bool:
         # Copying the cache once costs less than a step, so a finished response leaves at once.

@@ -22,7 +22,7 @@ from firedistill.memory import is_out_of_memory
 from firedistill.models.attention import attends_by_position, own_attention
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
-from firedistill.rollouts.decoding import Prompts
+from firedistill.rollouts.decoding import Prompts, next_logits
 from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
 
 logger = logging.getLogger(__name__)
@@ -158,15 +158,8 @@ class Decoder:
         if mask.is_cuda:  # attention there adds it to the scores, and would convert it in every layer
             dtype = self.layers[0].keys.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
-        output = self.model(
-            input_ids=at["tokens"][:rows, None].clamp(min=0),
-            attention_mask=mask,
-            position_ids=at["column"] - at["padding"][:rows],
-            past_key_values=Cache(layers=[*self.layers]),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
+        ids = at["tokens"][:rows, None].clamp(min=0)
+        return next_logits(self.model, ids, mask, at["column"] - at["padding"][:rows], Cache(layers=[*self.layers]))
 
     def step(self, rows: int, window: int, sampling: Sampling, exact: bool = False) -> None:
         """Read the present token of each row and draw the next one. A row whose response has ended repeats its last token.
@@ -277,15 +270,7 @@ class FixedBatch:
         read = Prompts(prompts, decoder.pad_id, model.device)
         self.width = read.ids.shape[-1]
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        output = model(
-            input_ids=read.ids,
-            attention_mask=read.mask,
-            position_ids=(read.mask.cumsum(-1) - 1).clamp(min=0),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        scores = output.logits[:, -1].float()
+        scores = next_logits(model, read.ids, read.mask, (read.mask.cumsum(-1) - 1).clamp(min=0), cache)
         columns = -(-(self.width + self.steps) // WINDOW) * WINDOW
         states = [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
         decoder.reserve(states, self.rows, columns, scores.shape[-1])

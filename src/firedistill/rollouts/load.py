@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import BatchLimit, free_memory
 from firedistill.metrics import Metrics
-from firedistill.models.states import unwrap
+from firedistill.models.states import positions, unwrap
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import PaddingError, padding_on_cpu
@@ -53,8 +53,7 @@ def load_engines(
 
 def engine_context(model: PeftModel, args: SelfDistillConfig) -> int:
     """The largest number of tokens of prompt and response, which vLLM limits to the model's positions."""
-    positions = getattr(unwrap(model).config.get_text_config(), "max_position_embeddings", None)
-    return min(args.max_context_tokens, positions or args.max_context_tokens)
+    return min(args.max_context_tokens, positions(model) or args.max_context_tokens)
 
 
 def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:

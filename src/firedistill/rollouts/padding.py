@@ -120,6 +120,12 @@ def head_size(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of a token, over all layers."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize
+
+
 def padding_on_cpu(config: Any) -> HeadPadding | None:
     """The padding to the next size that vLLM supports on CPUs; None where it supports the model's own.
 

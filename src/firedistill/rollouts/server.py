@@ -114,9 +114,8 @@ class VLLMServerEngine(RemoteEngine):
             if version in self.versions:
                 return version
             write_adapter(self.model, self.folder / version, self.padding)
-            self.versions.append(
-                version
-            )  # a server that does not get it now answers that it has no such model, and gets it then
+            # A server that does not get it now answers that it has no such model, and gets it then.
+            self.versions.append(version)
         with self.metrics.timed("seconds_load", self.model.device):
             for server in self.servers:
                 self._register(server, version)

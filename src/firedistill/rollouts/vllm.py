@@ -31,7 +31,7 @@ from peft import LoraConfig, PeftModel
 
 from firedistill.models.states import unwrap
 from firedistill.rollouts.orphans import STARTED_BY_TRAINER
-from firedistill.rollouts.padding import head_size, padding_on_cpu
+from firedistill.rollouts.padding import cache_bytes_per_token, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, RolloutError, check_vllm
 from firedistill.rollouts.weights import (
     AdapterError,
@@ -262,9 +262,8 @@ class VLLMEngine(RemoteEngine):
 
 def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -> int:
     """Bytes of keys and values of `sequences` full contexts."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     blocks = -(-context // 128) + 1
-    return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize * blocks * 128 * sequences
+    return cache_bytes_per_token(config, dtype) * blocks * 128 * sequences
 
 
 def free_share(device: torch.device) -> float:
@@ -289,9 +288,8 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
     os.environ[STARTED_BY_TRAINER] = "1"
-    if (
-        device.type == "cpu"
-    ):  # by itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores
+    # By itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores.
+    if device.type == "cpu":
         available, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
         bound = ",".join(map(str, available)) if threads >= len(available) else "nobind"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", bound)

@@ -150,9 +150,10 @@ class ConsoleReport(TrainerCallback):
         columns = [column for column in COLUMNS if column.key in metrics or column in self.columns]
         new_header, self.columns = columns != self.columns, columns
         note = ""
-        if metrics["skipped_update"]:
-            finite = math.isfinite(metrics["grad_norm"])
-            note = "skipped: " + ("no rollout to train on" if finite else "the gradient is not finite")
+        if skipped := metrics["skipped_update"]:
+            reason = "no rollout to train on" if math.isfinite(metrics["grad_norm"]) else "the gradient is not finite"
+            updates = metrics.get("updates", 1)
+            note = f"skipped: {reason}" if skipped == updates else f"{skipped} of {updates} updates skipped: {reason}"
         assert self.bar is not None  # `on_train_begin` sets it
         self.progress.update(self.bar, completed=state.global_step, phase="")
         if self.live is None:

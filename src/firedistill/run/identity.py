@@ -6,7 +6,6 @@ A checkpoint records the settings of its run, fingerprints of the data and the b
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -27,6 +26,7 @@ from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check,
 from firedistill.run.directory import finished_step
 from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
+from firedistill.terminal import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -156,9 +156,8 @@ def refuse_differences(
     known = [*_defaults(config), *given]
     for name in allowed:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"expected names of options, or of {', '.join(given)}"
-            raise CheckpointError(f"--allow_changes {name}: there is no such name; {hint}")
+            hint = nearest(name, known) or f"; expected names of options, or of {', '.join(given)}"
+            raise CheckpointError(f"--allow_changes {name}: there is no such name{hint}")
     found = differences(stored, present, config)
     refused = {name: text for name, text in found.items() if name not in allowed}
     if refused:

@@ -12,7 +12,6 @@ is the same file with `criteria`. Replies are JSON, checked against a schema, an
 from __future__ import annotations
 
 import asyncio
-import difflib
 import hashlib
 import json
 import math
@@ -34,7 +33,7 @@ from firedistill.tasks.endpoint import ChatEndpoint, Completion, check_url, read
 from firedistill.tasks.replies import Replies, read_replies
 from firedistill.tasks.table import Template
 from firedistill.tasks.types import Example, FeedbackField
-from firedistill.terminal import shortened
+from firedistill.terminal import nearest, shortened
 
 REPEATS = 2  # how often a judge is asked again whose reply cannot be used
 LONGEST_TEXT = 2**16  # characters of a reply that is read
@@ -167,9 +166,8 @@ def check_keys(values: Mapping[Any, Any], known: Sequence[str], where: str = "")
     """
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
-            raise ValueError(f"{where}unknown entry {shortened(repr(name), 80)}; {hint}")
+            hint = nearest(str(name), known) or f"; expected {', '.join(known)}"
+            raise ValueError(f"{where}unknown entry {shortened(repr(name), 80)}{hint}")
 
 
 def checked(file: JudgeFile) -> JudgeFile:

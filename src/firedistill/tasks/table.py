@@ -229,9 +229,8 @@ class TableTask(Task):
             load_kind(answer)  # raises
         self.data, self.eval_data, self.answer, self.bad_rows = data, eval_data, answer, bad_rows
         self.columns, self.fields, self.own_instruction = dict(columns or {}), dict(feedback or {}), format_instruction
-        self.source = (
-            Path(data).expanduser().resolve() if isinstance(data, str) else None
-        )  # a task may change the working directory
+        # A task may change the working directory.
+        self.source = Path(data).expanduser().resolve() if isinstance(data, str) else None
         self.name = name or name_of(data)
         self.verifier = verify
         self.kept_columns: tuple[str, ...] = ()  # what a judge asks about; examples hold them in `metadata["kept"]`

@@ -59,18 +59,14 @@ class EMAWeights:
         The student's tensors and training flags are restored.
         """
         student = {name: p.data for name, p in self.parameters.items()}
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            self.model.eval()
-            for name, p in self.parameters.items():
-                p.data = self.shadow[name].to(p.dtype)
-            with torch.no_grad():
+        with inference_mode(self.model):
+            try:
+                for name, p in self.parameters.items():
+                    p.data = self.shadow[name].to(p.dtype)
                 yield
-        finally:
-            for name, p in self.parameters.items():
-                p.data = student[name]
-            for module in training:
-                module.training = True
+            finally:
+                for name, p in self.parameters.items():
+                    p.data = student[name]
 
     def values_for(self, module: nn.Module) -> dict[str, Tensor]:
         """The teacher's values of the trainable parameters of `module`, by their names inside it (tied weights included)."""

@@ -121,10 +121,10 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     return min(len(first), len(second))
 
 
-def can_share_prefixes(model: nn.Module) -> bool:
-    """Whether `read` gives what plain forward passes give.
+def shares_prefixes(wanted: bool | None, model: nn.Module, device: torch.device) -> bool:
+    """Whether a teacher reads shared prefixes once: as set, by default on CPUs; and only where `read` gives what plain passes give.
 
-    False for layers with sliding windows or without keys and values, for attention other than PyTorch's, and for rotary frequencies
-    that depend on the length.
+    It does not for layers with sliding windows or without keys and values, for attention other than PyTorch's, and for rotary
+    frequencies that depend on the length.
     """
-    return attends_by_position(unwrap(model).config)
+    return (device.type == "cpu" if wanted is None else wanted) and attends_by_position(unwrap(model).config)

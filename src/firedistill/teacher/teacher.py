@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from firedistill.memory import SHORTER_CONTEXTS, BatchLimit
+from firedistill.memory import TOKENS_PER_FORWARD, BatchLimit, scoring_limit
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates, score_responses, unwrap
 from firedistill.ops import Head
@@ -20,11 +20,10 @@ from firedistill.rollout import Rollout
 from firedistill.tasks import Example, Task
 from firedistill.tasks.types import FeedbackField
 from firedistill.teacher.ema import EMAWeights, FixedWeights
-from firedistill.teacher.prefix_cache import NotPacked, Prefix, Reading, can_share_prefixes, common_prefix, read
+from firedistill.teacher.prefix_cache import NotPacked, Prefix, Reading, common_prefix, read, shares_prefixes
 
 logger = logging.getLogger(__name__)
 
-TOKENS_PER_FORWARD = 8192
 PACKED_TOKENS = 1024  # on a CPU, enough for the rate of its matrix products
 
 
@@ -73,15 +72,10 @@ class Teacher:
         self.model, self.task, self.encoder, self.temperature = model, task, encoder, temperature
         self.device = next(model.parameters()).device
         self.weights: EMAWeights | FixedWeights = weights or EMAWeights(model, rate)
-        self.feedback, self.groups, self.most_views, self.vocabulary_size = (
-            feedback,
-            dict(groups or {}),
-            most_views,
-            vocabulary_size,
-        )
-        self.limit = limit or BatchLimit(TOKENS_PER_FORWARD, "score_tokens_per_forward", SHORTER_CONTEXTS, smallest=64)
-        share_prefixes = self.device.type == "cpu" if share_prefixes is None else share_prefixes
-        self.share_prefixes = share_prefixes and can_share_prefixes(model)
+        self.feedback, self.groups, self.most_views = feedback, dict(groups or {}), most_views
+        self.vocabulary_size = vocabulary_size
+        self.limit = limit or scoring_limit(TOKENS_PER_FORWARD)
+        self.share_prefixes = shares_prefixes(share_prefixes, model, self.device)
         self.metrics = Metrics()
         self.prompts: WeakKeyDictionary[Rollout, dict[View, list[int]]] = WeakKeyDictionary()
         self.caches: dict[Rollout, Prefix] = {}
