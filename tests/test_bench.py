@@ -457,6 +457,7 @@ def test_a_step_has_the_radius_that_was_asked_for(gpu_records):
     whole = {(row["case"]["method"], row["case"].get("over")): row for row in rows}
     full, tenth, every = whole["full_context", None], whole["fire", 0.1], whole["fire", 1.0]
     assert {row["details"]["correct_rate"] for row in rows} == {0.5}
+    assert {(row["details"]["merged"], row["details"]["fused_layers"]) for row in rows} == {(True, 0)}
     assert full["details"]["generated_tokens"] == TINY_GPU.prompts * TINY_GPU.response
     assert full["details"]["step_scale"] == 1.0 < tenth["details"]["step_scale"] < every["details"]["step_scale"]
     assert tenth["details"]["chi_active"] < 0.5 and every["details"]["chi_active"] > 0.9
@@ -600,6 +601,24 @@ def test_decoding_without_graphs_comes_last_and_once(captures, monkeypatch, tmp_
     expected += [(3, 60, f"{fused}, graph")] * captures + [(3, 40, f"{name}, no graph") for name in (fused, *others)]
     assert found == expected and [len(prompts) for prompts in lengths] == [batch for batch, *_ in expected]
     assert all(prompts[0] == pytest.approx(prompt, abs=2) for prompts, (_, prompt, _) in zip(lengths, expected, strict=True))
+
+
+def test_captures_that_fail_are_named(monkeypatch, tmp_path):
+    """On a CPU they do."""
+
+    @contextmanager
+    def trainer_of(*arguments, **settings):
+        with models.trainer_of(*arguments, **settings) as trainer:
+            trainer.rollout_engine = HFRolloutEngine(trainer.model, trainer.setup.tokenizer, fixed=True)
+            trainer.rollout_engine.decoder.captures = True
+            yield trainer
+
+    monkeypatch.setattr(steps, "trainer_of", trainer_of)
+    record = record_of("decoding", tmp_path)
+    captured = {row["variant"]: row["details"].get("captured") for row in record["rows"]}
+    of_modes = {name: False if graph else None for name, (_, _, graph) in steps.MODES.items()}
+    assert captured == of_modes | {"as in training": False}
+    assert "decoding: merged, graph: sampled without CUDA graphs (batch 1" in page([record])
 
 
 def test_fused_layers_are_measured_and_tested_within_five_minutes():

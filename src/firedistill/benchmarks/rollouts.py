@@ -64,7 +64,7 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
         variants: dict[str, Callable[[], object]] = {}
         for loop, adapter in product(("generate", "own loop"), ("unmerged", "merged")):
             engine = HFRolloutEngine(model, tokenizer, batch, merge_adapter=adapter == "merged")
-            engine.stop_ids = []
+            engine.stop_ids.clear()  # the decoder has the same list
             if loop == "generate":
                 engine.causal_lm = None
             if sizes.parts or (loop, adapter) in (("generate", "unmerged"), ("own loop", "merged")):

@@ -68,7 +68,7 @@ class SampledSteps:
     def __init__(self, over: float, sizes: StepSizes, model_sizes: ModelSizes, options: harness.Options):
         self.steps, self.sampling = PrescribedSteps(sizes, model_sizes, options), Sampling(1.0, 1.0, max(sizes.responses))
         self.engine = HFRolloutEngine(self.steps.model, self.steps.tokenizer, len(sizes.responses))
-        self.engine.stop_ids = []
+        self.engine.stop_ids.clear()  # the decoder has the same list
         self.sample()
         self.steps.set_over(over, of_tokens=True)
 

@@ -84,7 +84,7 @@ def times_floor(row: Row, rates: tuple[float, float] | None) -> float | None:
 
 
 def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
-    """Parts without a result, wrong numbers, a head that was measured without `torch.compile`, and failed tests."""
+    """Parts without a result, wrong numbers, failed tests; what was measured without `torch.compile` or CUDA graphs."""
     found = []
     for record in records:
         if record["state"] != parts.DONE:
@@ -97,6 +97,8 @@ def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
                 found.append(f"{record['part']}: {row['variant']}: not equal to the bit ({case_text(row)})")
             if facts.get("head_compiled") is False and record.get("device") == "cuda":
                 found.append(f"{record['part']}: {row['variant']}: the head is not compiled ({case_text(row)})")
+            if facts.get("captured") is False:
+                found.append(f"{record['part']}: {row['variant']}: sampled without CUDA graphs ({case_text(row)})")
             if "error" in facts:
                 found.append(f"{record['part']}: {row['variant']}: {facts['error']} ({case_text(row)})")
             if facts.get("failed") or facts.get("errors"):

@@ -26,6 +26,7 @@ from firedistill.models.states import score_responses
 from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
+from firedistill.rollouts.merging import fusable_layers
 
 FIRE, FULL_CONTEXT = "fire", "full_context"
 
@@ -83,8 +84,10 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
                     found = engine.generate(prompts, Sampling(0.8, 0.95, tokens), seed=0)
                     return max(len(response.token_ids) for response in found)
 
+                replays = engine.decoder is not None and engine.decoder.captures
                 steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
-                if engine.decoder is not None and engine.decoder.captures:
+                if replays:
+                    facts["captured"] = engine.decoder.captures  # false after a capture that failed
                     facts["graphs"] = sum(graph is not None for graph in engine.decoder.graphs.values())
                 yield row_of({"batch": batch, "prompt": prompt}, name, steps, work=per_step, details=facts)
 
@@ -250,6 +253,12 @@ def steps_of(
             "head_compiled": is_compiled(torch.device(setting.device), torch.float32),
         }
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
+        engine: Any = trainer.rollout_engine
+        merged = bool(trainer.args.merge_adapter)
+        fused = len(fusable_layers(trainer.model)) if merged and engine.fuse_layers else 0
+        sampled = {"merged": merged, "fused_layers": fused}
+        if setting.is_gpu and engine.decoder is not None:
+            sampled["captured"] = engine.decoder.captures
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
     reserved = {"reserved_mib": torch.cuda.max_memory_reserved() / harness.MIB} if setting.is_gpu else {}
@@ -268,7 +277,7 @@ def steps_of(
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
     case = {"method": method} | ({} if over is None else {"over": over}) | ({"attention": "cuDNN"} if cudnn_attention else {})
-    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing, **reserved, **compiling}
+    facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing} | sampled | reserved | compiling
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
