@@ -21,7 +21,7 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt  # noqa: E402
-from studies import PARTS, RATES, at_rates, read_rows, select  # noqa: E402
+from studies import OPTIMIZERS, PARTS, RATES, at_rates, by_share, interval, paired, read_rows, select  # noqa: E402
 
 from firedistill.report.curves import plot_runs  # noqa: E402
 from firedistill.report.groups import METHODS, read_study  # noqa: E402
@@ -123,25 +123,61 @@ def rates(theme: str) -> Any:
     return dots(table, rows, RATES, 4.5, theme)
 
 
-def dots(table: Any, rows: list[tuple[str, dict[str, str], str]], rates: Sequence[float], height: float, theme: str) -> Any:
-    """Sampled accuracy, a panel per learning rate: a dot per seed, a line at the mean. Rows: title, selection, method with the hue."""
+def steps(theme: str) -> Any:
+    """Both methods with every optimizer, in two colours; Full Context has no step scale."""
+    pairs = [(title, variant, method) for variant, title in OPTIMIZERS.items() for method in ("fire", "full_context")]
+    rows = [
+        (title if method == "fire" else "", {"method": method, "variant": variant}, method)
+        for title, variant, method in pairs
+        if method == "fire" or not variant.startswith("scale")
+    ]
+    return dots(read_rows("study-steps"), rows, (1.0, 4.0, 16.0), 5, theme)
+
+
+def noise(theme: str) -> Any:
+    """What attribution adds to sampled accuracy, with its 95 % interval, by the share of wrong feedback."""
+    figure, panels = panels_of(2, 2.2, "Sampled answers right: FIRE minus No Attribution, points", theme)
+    for ax, (place, title) in zip(panels, {"answer": "wrong expected answers", "hint": "wrong hints"}.items(), strict=True):
+        ax.set_title(title, color=THEMES[theme][0], loc="left", fontsize=10)
+        cells = by_share(read_rows("study-noise"), place)
+        for row, (_, fire, plain) in enumerate(reversed(cells)):
+            mean, low, high = interval(paired(fire, plain, "sampled"))
+            hue = getattr(line_of("fire"), theme)
+            ax.plot([low, high], [row, row], color=hue, linewidth=2.5, alpha=0.6)
+            ax.scatter([mean], [row], s=36, color=hue)
+        ax.axvline(0, color=REST, linewidth=1)
+        ax.set_yticks(range(len(cells)), [f"r = {share}" for share, _, _ in reversed(cells)])
+    return figure
+
+
+def panels_of(number: int, height: float, title: str, theme: str) -> tuple[Any, Any]:
+    """A figure with panels side by side that share their axes."""
     colour, background = THEMES[theme]
     style = {"facecolor": background, "layout": "constrained"}
-    figure, panels = plt.subplots(1, len(rates), figsize=(9, height), sharex=True, sharey=True, **style)
-    figure.suptitle("Sampled answers right, %", color=colour, fontsize=10, x=0.01, ha="left")
-    for ax, rate in zip(panels, rates, strict=True):
+    figure, panels = plt.subplots(1, number, figsize=(9, height), sharex=True, sharey=True, **style)
+    figure.suptitle(title, color=colour, fontsize=10, x=0.01, ha="left")
+    for ax in panels:
         ax.set_facecolor(background)
-        ax.set_title("the recipe's rate" if rate == 1 else f"{rate:g} times the rate", color=colour, loc="left", fontsize=10)
-        for place, (_, chosen, method) in enumerate(reversed(rows)):
-            found = 100 * select(table, rate=rate, **chosen)["sampled_accuracy"]
-            hue = getattr(line_of(method), theme)
-            ax.scatter(found, [place] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
-            ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)
-        ax.set_yticks(range(len(rows)), [title for title, _, _ in reversed(rows)])
         ax.tick_params(colors=colour)
         ax.grid(axis="x", color=REST, alpha=0.3)
         for spine in ax.spines.values():
             spine.set_visible(False)
+    return figure, panels
+
+
+def dots(table: Any, rows: list[tuple[str, dict[str, str], str]], rates: Sequence[float], height: float, theme: str) -> Any:
+    """Sampled accuracy, a panel per learning rate: a dot per seed, a line at the mean. Rows: title, selection, method with the hue."""
+    figure, panels = panels_of(len(rates), height, "Sampled answers right, %", theme)
+    for ax, rate in zip(panels, rates, strict=True):
+        title = "the recipe's rate" if rate == 1 else f"{rate:g} times the rate"
+        ax.set_title(title, color=THEMES[theme][0], loc="left", fontsize=10)
+        for place, (_, chosen, method) in enumerate(reversed(rows)):
+            found = 100 * select(table, rate=rate, **chosen)["sampled_accuracy"]
+            hue = getattr(line_of(method), theme)
+            if len(found):
+                ax.scatter(found, [place] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
+                ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)
+        ax.set_yticks(range(len(rows)), [title for title, _, _ in reversed(rows)])
     return figure
 
 
@@ -192,8 +228,8 @@ def main(arguments: list[str]) -> None:
     plt.rcParams["svg.hashsalt"] = "firedistill"
     if arguments == ["studies"]:
         for theme, (_, background) in THEMES.items():
-            save(parts(theme), "study-parts", theme, background)
-            save(rates(theme), "study-rates", theme, background)
+            for draw in (parts, noise, steps, rates):
+                save(draw(theme), f"study-{draw.__name__}", theme, background)
         return None
     with tempfile.TemporaryDirectory() as folder:
         run = Path(arguments[0] if arguments else folder)

@@ -1,9 +1,9 @@
-"""The numbers of docs/results.md, from the runs of the study suites.
+"""The numbers of docs/results.md and docs/results-tables.md, from the runs of the study suites.
 
     python docs/studies.py collect runs/study-parts    # a row per finished run in docs/studies/study-parts.csv; other rows stay
     python docs/studies.py collect_steps runs/study-asdiv    # a row per step of every run in docs/studies/study-asdiv.csv
     python docs/studies.py collect_weights runs/study-noise  # a row per attributed answer in docs/studies/study-noise-weights.csv
-    python docs/studies.py tables                      # writes the tables between the marks in docs/results.md
+    python docs/studies.py tables                      # writes the tables between the marks of both pages
 
 A row holds the settings that the study varies, the numbers of the last evaluation, statistics of the training log, and the answers to
 every held-out problem: `greedy` has a digit per problem, 1 for a right answer; `sampled` has the number of right samples. The row of a
@@ -30,7 +30,7 @@ from firedistill.report.read import Run, read_suite
 from firedistill.tasks.planted import number_of
 
 STUDIES = Path(__file__).parent / "studies"
-PAGE = Path(__file__).parent / "results.md"
+PAGES = [Path(__file__).parent / name for name in ("results.md", "results-tables.md")]
 KEYS = ["method", "variant", "rate", "seed"]
 FINAL = [
     "accuracy",
@@ -302,12 +302,12 @@ OPTIMIZERS = {
     "scale-1": "AdamW, step scale 1",
     "scale-peak": "AdamW, step scale at its peak",
     "fixed": "AdamW, constant rate",
-    "epsilon": "AdamW, epsilon 1e-3",
-    "epsilon-fixed": "AdamW, epsilon 1e-3, constant rate",
-    "sgd": "SGD, momentum 0.9",
-    "sgd-fixed": "SGD, momentum 0.9, constant rate",
-    "radius": "AdamW, updates shortened to 1e-4 nats",
-    "sgd-radius": "SGD, momentum 0.9, updates shortened to 1e-4 nats",
+    "epsilon": "AdamW, larger epsilon",
+    "epsilon-fixed": "AdamW, larger epsilon, constant rate",
+    "sgd": "SGD",
+    "sgd-fixed": "SGD, constant rate",
+    "radius": "AdamW, shortened",
+    "sgd-radius": "SGD, shortened",
 }
 
 
@@ -448,7 +448,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
 
 
 def with_tables(text: str) -> str:
-    """The page with its tables computed from the files of the studies."""
+    """A page with its tables computed from the files of the studies."""
 
     def table(found: re.Match[str]) -> str:
         study, function = TABLES[found["name"]]
@@ -473,7 +473,8 @@ def main(arguments: list[str]) -> None:
             function(Path(suite)).to_csv(path, index=False, float_format="%.6g")
             print(f"{path}: written")
         case ["tables"]:
-            PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+            for page in PAGES:
+                page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
         case _:
             sys.exit(__doc__)
 
