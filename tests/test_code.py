@@ -155,6 +155,7 @@ def test_a_check_that_is_more_than_assertions_runs_as_a_whole():
         ({"tests": [{"call": 1, "expect": 2}]}, "field 'tests', test 1: call is int 1; write the arguments as a list"),
         ({"tests": ["assert add(1, 2) = 3"]}, r"field 'tests', test 1: not Python \("),
         ({"tests": [{"call": {"not a name": 1}, "expect": 2}]}, "is not a call"),
+        ({"tests": [{"call": [[float("inf")]], "expect": 2}]}, "is not a call whose arguments are JSON values"),
         ({"tests": ["import math"]}, "field 'tests' holds no test"),
         ({"prompt": " "}, "field 'prompt': expected text, found only blanks"),
         ({"entry_point": None}, "field 'entry_point' is missing: name the function that the tests call"),

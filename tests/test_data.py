@@ -350,6 +350,7 @@ VERDICTS = [
     ("numeric", "1,200", "#### 1200", True),
     ("numeric", "Some working.\n#### 72", "#### 72", True),
     ("numeric", 3.5, "#### 7/2", True),
+    ("numeric", 2**1400, f"#### {2**1400}", True),
     ("exact", "Paris", "Answer: **paris**.", True),
     ("exact", ["Paris", "City of Light"], "It is\nAnswer: city of  light", True),
     ("exact", "Paris", "Paris", False),

@@ -79,6 +79,7 @@ def asked(path, response="4", example=EXAMPLE, columns=()):
         ({"modle": "x"}, "unknown entry 'modle'; did you mean model?"),
         ({"url": "localhost:8000"}, "url is 'localhost:8000': expected an address"),
         ({"url": "http://host:port/v1"}, "expected an address"),
+        ({"url": "http://[::1"}, r"url is 'http://\[::1': expected an address"),
         ({"url": "https://me:secret@host/v1"}, "url holds a user, a password"),
         ({"key": "sk-abc-123"}, "the name of an environment variable, not the key itself"),
         ({"key": "abc123"}, "that key: names is not set"),
@@ -86,6 +87,10 @@ def asked(path, response="4", example=EXAMPLE, columns=()):
         ({"reply": {}}, "expected reply .* or criteria"),
         ({"reply": {"a b": "x"}}, "'a b' is not a valid key"),
         ({"reply": {"remark": {"type": "list"}}}, "reply: remark: type is 'list': expected string, integer, number, boolean"),
+        (
+            {"reply": {"remark": {"type": ["string", "null"]}}},
+            r"remark: type is \['string', 'null'\]: expected string, integer",
+        ),
         ({"reply": {"remark": {"typ": "string"}}}, "reply: remark: unknown entry 'typ'; did you mean type?"),
         ({"reply": {"remark": {"minimum": 1}}}, "reply: remark: minimum is 1: expected a number, for a type"),
         ({"reply": {"remark": {"enum": []}}}, "reply: remark: enum: expected a list of a text"),
@@ -584,6 +589,22 @@ def test_threads_have_the_time_limit_and_name_their_faults():
     with pytest.raises(ValueError, match="raised RuntimeError: no"):
         guarded.judge(example, "bad")
     assert Loop(3).free._value == 3
+
+
+def test_verdicts_that_hang_take_no_place_of_others():
+    class Hanging(ToyTask):
+        at_once = 2
+
+        def verify(self, example, response):
+            if response == "hang":
+                threading.Event().wait()
+            return ToyTask.verify(self, example, response)
+
+    guarded, example = GuardedTask(Hanging(), 0.2), ToyTask().examples("train", 1)[0]
+    texts = ["hang", "hang", "ab", "ab"]
+    calls = [guarded.begin("verify", example, text) for text in texts]
+    verdicts = [guarded.verify(example, text, call) for text, call in zip(texts, calls, strict=True)]
+    assert [verdict.failed for verdict in verdicts] == [True, True, False, False]
 
 
 # Replies on disk

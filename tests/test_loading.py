@@ -844,6 +844,10 @@ def test_gguf_that_cannot_be_converted(tmp_path, cache):
     (tmp_path / "c.gguf").write_bytes(b"not a gguf file at all")
     with pytest.raises(ModelError, match="not a readable GGUF file"):
         resolve_model(str(tmp_path / "c.gguf"))
+    whole = Path(write_gguf(tmp_path / "d.gguf", tiny_model(), tiny_tokenizer())).read_bytes()
+    (tmp_path / "d.gguf").write_bytes(whole[:40])  # within the metadata
+    with pytest.raises(ModelError, match="not a readable GGUF file"):
+        resolve_model(str(tmp_path / "d.gguf"))
     assert not [p for p in cache.iterdir() if p.suffix != ".lock"]  # failures leave no folder
 
 

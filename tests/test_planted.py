@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from firedistill.tasks import load_task
+from firedistill.tasks import TableTask, load_task
 from firedistill.tasks.choice import choice_example
-from firedistill.tasks.planted import other_answer
+from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks.planted import Planted, other_answer
 
 
 @pytest.mark.parametrize("kind", ["answer", "hint"])
@@ -33,6 +34,21 @@ def test_the_share_of_wrong_feedback_is_the_rate_and_grows_by_inclusion(kind):
                 wrong[rate].add(example.uid)
     assert not wrong["0"] and wrong["0.1"] < wrong["0.3"] < wrong["1"] and len(wrong["1"]) == 400
     assert 20 <= len(wrong["0.1"]) <= 60 and 90 <= len(wrong["0.3"]) <= 150
+
+
+def test_a_verifier_that_is_a_coroutine():
+    async def right(row, response):
+        return response == row["answer"]
+
+    task = GuardedTask(Planted("hint", 1.0, TableTask([{"question": "?", "answer": "a"}], verify=right)), 5.0)
+    (example,) = task.examples("train", 1)
+    assert [task.verify(example, text).correct for text in ("a", "b")] == [True, False]
+
+    async def field(row, response, verdict):
+        return "text"
+
+    with pytest.raises(ValueError, match="feedback of .* is async def"):
+        Planted("hint", 1.0, TableTask([{"question": "?", "answer": "a"}], verify=right, feedback={"more": field}))
 
 
 def test_another_answer_differs_from_the_gold_one():

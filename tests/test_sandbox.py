@@ -269,6 +269,13 @@ def test_errors_name_the_line_of_the_program(level):
     assert load.error is not None and (load.error.type, load.error.line) == ("SyntaxError", 2)
 
 
+def test_a_program_may_define_a_function_called_error():
+    report = run_program(
+        "def error():\n    pass\n\ndef solve(x):\n    return x", [Snippet("eval", f"solve({i})") for i in range(2)]
+    )
+    assert [outcome.value for outcome in report.outcomes] == [0, 1]
+
+
 def test_what_a_program_prints_is_kept_up_to_a_limit(level):
     report = run_program("print('x' * 10_000)", [Snippet("eval", "print('hello')")])
     assert report.load.output == "x" * Limits().output_bytes

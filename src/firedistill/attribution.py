@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from firedistill.config import SelfDistillConfig
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.memory import SHORTER_CONTEXTS, explained_memory
 from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
@@ -163,6 +163,5 @@ def save_attribution(records: Sequence[dict[str, Any]], folder: Path, step: int)
     """Write `attribution/step_000010.json` into a run directory, from which `firedistill report` shows it."""
     path = folder / "attribution" / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with written_at_once(path) as unfinished:
-        unfinished.write_text(json.dumps({"step": step, "examples": list(records)}), encoding="utf-8")
+    write_text(path, json.dumps({"step": step, "examples": list(records)}))
     return path

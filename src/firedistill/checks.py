@@ -332,11 +332,8 @@ def check_judge(setup: Setup) -> Iterator[Finding]:
         return
     example, file = examples[0], task.judge_file
     gold = next(iter(gold_responses(setup, example)), "")
-    if (
-        file.key is not None
-        and file.url.startswith("http:")
-        and urlsplit(file.url).hostname not in ("localhost", "127.0.0.1", "::1")
-    ):
+    address = urlsplit(file.url)
+    if file.key is not None and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
         yield Finding("warning", "judge", f"the key in {file.key} is sent to {file.url} unencrypted", "use https")
     try:
         opinion = task.ask(example, gold, trial=True).result()

@@ -136,10 +136,8 @@ def parse_yaml(text: str) -> Any:
     """The value that a YAML text stands for.
 
     Raises:
-        ValueError: it is not valid YAML, has aliases or repeated keys, or is too long or too deeply nested; the message says where.
+        ValueError: it is not valid YAML, has aliases or repeated keys, or is too deeply nested; the message says where.
     """
-    if len(text) > MOST_BYTES:
-        raise ValueError(f"it is longer than {MOST_BYTES // 1024} KiB")
     try:
         return yaml.load(text, Loader=PlainLoader)
     except RecursionError as error:
@@ -153,7 +151,7 @@ def read_yaml(path: Path | Traversable) -> Any:
     """The value in a YAML file.
 
     Raises:
-        ValueError: as `parse_yaml`, or the file is not text in UTF-8.
+        ValueError: as `parse_yaml`, or the file is too long or not text in UTF-8.
         OSError: the file cannot be read.
     """
     try:
@@ -162,4 +160,6 @@ def read_yaml(path: Path | Traversable) -> Any:
     except OSError as error:
         error.filename = error.filename or str(path)  # errors of reading name no file
         raise
+    if len(content) > MOST_BYTES:
+        raise ValueError(f"it is longer than {MOST_BYTES // 1024} KiB")
     return parse_yaml(content.decode("utf-8"))

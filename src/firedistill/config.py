@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from firedistill.coerce import coerce, is_secret
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.memory import TOKENS_PER_FORWARD
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.prompts import TokenBudget
@@ -468,9 +468,11 @@ class SelfDistillConfig(TrainingArguments):
             name = inherited.name
             if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
                 raise ValueError(without_effect(name))
+        shared = SelfDistillConfig.__dataclass_fields__  # a warm start changes defaults, not limits
         for declared in fields(self):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
-            choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
+            metadata = shared.get(declared.name, declared).metadata
+            choices, limits = metadata.get("choices"), metadata.get("limits", {})
             if value is None and optional:
                 continue
             if choices and value not in choices:
@@ -644,8 +646,7 @@ class SelfDistillConfig(TrainingArguments):
 
     def save_yaml(self, path: str | Path) -> None:
         """Write the resolved settings; `firedistill train` accepts the file as a recipe."""
-        with written_at_once(Path(path)) as unfinished:
-            unfinished.write_text(yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        write_text(Path(path), yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True))
 
 
 @dataclass

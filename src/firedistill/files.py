@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
@@ -48,6 +50,23 @@ def written_at_once(path: Path) -> Iterator[Path]:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text in UTF-8, complete or not at all; halves of surrogate pairs become escapes."""
+    with written_at_once(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def read_json(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
+    """The mapping in a JSON file; raises `refusal` if the file is missing or does not hold one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise refusal(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise refusal(f"{path} does not hold a mapping")
+    return values
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Literal, cast
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.models.tokens import render
+from firedistill.tasks.feedback import CUT_MARK
 from firedistill.tasks.guard import TaskFault
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField
@@ -35,8 +36,6 @@ TEACHER_OPENING = (
     "Preserve useful reasoning tokens and end with the task's normal final-answer line. "
     "Do not quote or describe the context."
 )
-
-CUT_MARK = " [cut]"
 
 
 def student_messages(task: Task, example: Example) -> list[Message]:

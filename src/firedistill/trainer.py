@@ -37,7 +37,7 @@ from firedistill.attribution import Inspector, save_attribution
 from firedistill.checks import Preflight, check
 from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate_all
-from firedistill.files import written_at_once, written_whole
+from firedistill.files import read_json, write_text, written_whole
 from firedistill.memory import (
     LOADING,
     SMALLER_EVALUATIONS,
@@ -62,7 +62,7 @@ from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.card import model_card
-from firedistill.run.checkpoints import load_state, random_state, read_json, restore_random_state, save_state
+from firedistill.run.checkpoints import CheckpointError, load_state, random_state, restore_random_state, save_state
 from firedistill.run.console import ConsoleReport
 from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, rollout_row
@@ -610,8 +610,7 @@ class SelfDistillTrainer(ResumableTrainer):
         """Write the model card and the rows that wait for room on the disk."""
         assert self.run_log is not None
         self.run_log.sync()
-        with written_at_once(target) as unfinished:
-            unfinished.write_text(self.card(), encoding="utf-8")
+        write_text(target, self.card())
 
     def log_rollouts(
         self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
@@ -685,7 +684,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def load_extra(self, folder: Path) -> None:
         self.teacher.weights.load(folder)
-        stored = read_json(folder / COUNTERS)
+        stored = read_json(folder / COUNTERS, CheckpointError)
         self.counters |= {name: stored[name] for name in self.counters if type(stored.get(name)) in (int, float)}
         self.objective.load_state(load_state(folder, "method"))
 

@@ -35,7 +35,7 @@ import torch
 import transformers
 from rich.table import Table
 
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.terminal import quiet_libraries
 
 MIB = 2**20
@@ -262,8 +262,7 @@ def write(result: Row, folder: Path) -> Path:
     """Write `NAME.json`, which is complete at any time; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{result['benchmark']}.json"
-    with written_at_once(path) as unfinished:
-        unfinished.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(result, indent=2) + "\n")
     return path
 
 

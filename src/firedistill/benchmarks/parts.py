@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 
 DONE, SKIPPED, FAILED, INTERRUPTED, RUNNING = ("done", "skipped", "failed", "interrupted", "running")
 SETTLED = (DONE, SKIPPED, FAILED)  # what a call leaves alone unless the part is named
@@ -81,8 +81,7 @@ def read(folder: Path, name: str) -> Record | None:
 
 
 def write(folder: Path, record: Record) -> None:
-    with written_at_once(path_of(folder, record["part"])) as unfinished:
-        unfinished.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_text(path_of(folder, record["part"]), json.dumps(record, indent=2) + "\n")
 
 
 # ---- The command's process ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
-from firedistill.checks import Finding, check_examples, check_feedback, check_golds
+from firedistill.checks import check_examples, check_feedback, check_golds
 from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages, teacher_messages
@@ -22,7 +22,7 @@ from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import GuardedTask
 from firedistill.tasks.judge import Opinion, load_judge
 from firedistill.tasks.judged import JudgedTask
-from firedistill.tasks.table import Scan, Template
+from firedistill.tasks.table import Template
 from firedistill.terminal import quiet_libraries, shortened, visible
 
 HELP = """\
@@ -150,12 +150,12 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     # The checks of data read these four attributes only.
     nothing = cast(Any, None)
     setup = Setup(config, guarded, nothing, nothing, nothing, train, evaluation, {}, None, nothing)
-    for finding in findings(setup):
+    for finding in (found for check in (check_examples, check_golds, check_feedback) for found in check(setup)):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
     if isinstance(task, TableTask):
         for name in task.templates:
             filled = sum(any(given.name == name for given in example.feedback) for example in train)
-            if filled < len(train) and task.fields[name]:
+            if filled < len(train):
                 text = f"field {name!r} is left out in {len(train) - filled:,} of {len(train):,} training rows, where a column is empty"
                 (report.notes if filled else report.problems).append(text)
     first = sorted(train, key=place) if isinstance(task, TableTask) else train
@@ -171,16 +171,9 @@ def place(example: Example) -> tuple[int, str]:
     return (int(number) if number.isdecimal() else 0, example.uid)
 
 
-def findings(setup: Setup) -> Iterator[Finding]:
-    for check in (check_examples, check_golds, check_feedback):
-        yield from check(setup)
-
-
 def describe_table(task: TableTask, report: DataReport) -> None:
     """Columns, guesses, and the rows that cannot be used."""
-    scans: list[Scan] = []
-    for split in dict.fromkeys((task.train_split, task.eval_split)):
-        scans.append(task.scan(split, refuse=False))
+    scans = [task.scan(split, refuse=False) for split in dict.fromkeys((task.train_split, task.eval_split))]
     report.columns, report.guessed = task.known_columns, task.guesses
     for role, spec in task.roles.items():
         report.roles[role] = (

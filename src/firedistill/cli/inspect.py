@@ -18,6 +18,7 @@ from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
+from firedistill.files import read_json
 from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit, scoring_limit
 from firedistill.models.sharding import gather, lockstep
 from firedistill.models.states import unwrap
@@ -26,7 +27,7 @@ from firedistill.prompts import View, shown_prompt, teacher_messages
 from firedistill.recipes import built_in_recipes, option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
-from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, read_json, step_of
+from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
 from firedistill.run.console import accuracy_line
 from firedistill.run.log import last_row
 from firedistill.setup import Setup, load_setup
@@ -100,7 +101,7 @@ def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[
         return str(run), settings
     if "task" not in settings:
         raise ValueError(f"{folder} is an adapter outside of a run directory: name the task to evaluate it on, --task NAME")
-    base = settings.get("model") or read_json(Path(folder) / "adapter_config.json").get("base_model_name_or_path")
+    base = settings.get("model") or read_json(Path(folder) / "adapter_config.json", ValueError).get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{folder} does not name its base model: name it, --model NAME")
     return None, {**settings, "model": str(base)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
+from firedistill.files import read_json
 from firedistill.models.errors import NO_WEIGHTS, ModelError
 from firedistill.models.sharding import local
 
@@ -30,7 +30,7 @@ def check_folder(folder: Path, name: str) -> None:
         raise ModelError(f"{name} has no config.json, so it is not a Hugging Face checkpoint{hint}")
     if has_adapter:
         raise ModelError(f"{name} holds a model and an adapter (adapter_config.json): move the adapter to a folder of its own")
-    config = _json_mapping(folder / "config.json")
+    config = read_json(folder / "config.json", ModelError)
     if "transformers_weights" in config:
         raise ModelError(
             f"{name}: transformers_weights in config.json names a file with weights; only model.safetensors is read"
@@ -59,7 +59,7 @@ def weight_files(folder: Path, name: str) -> list[str]:
         return ["model.safetensors"]
     if not index.is_file():
         raise ModelError(NO_WEIGHTS.format(name=name))
-    shards = _json_mapping(index).get("weight_map")
+    shards = read_json(index, ModelError).get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(shard, str) for shard in shards.values()):
         raise ModelError(f"{index} is damaged: its weight_map names no files; copy or download it again")
     if refused := sorted({shard for shard in shards.values() if not re.fullmatch(r"[\w.-]+\.safetensors", shard)}):
@@ -73,16 +73,6 @@ def _tensors_in(file: Path) -> int:
             return len(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} is damaged or cannot be read: {error}; copy or download it again") from error
-
-
-def _json_mapping(file: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{file} does not hold a mapping")
-    return values
 
 
 def check_weights(model: PreTrainedModel, found: Mapping[str, Any], name: str) -> None:

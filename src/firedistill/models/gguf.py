@@ -117,9 +117,10 @@ def _convert(file: Path, folder: Path) -> None:
         reader = GGUFReader(str(file))
     except ImportError as error:
         raise ModelError("reading a GGUF file needs the gguf package: pip install gguf") from error
-    except (ValueError, OSError) as error:
+    except (ValueError, IndexError, OSError) as error:
         raise ModelError(f"{file} is not a readable GGUF file: {error}") from error
-    tokenizer = _rebuilt_tokenizer(file.name, {name: field.contents() for name, field in reader.fields.items()})
+    with explain_errors(str(file), "its tokenizer"):
+        tokenizer = _rebuilt_tokenizer(file.name, {name: field.contents() for name, field in reader.fields.items()})
     # Some versions keep the weights of a GGUF file packed unless told otherwise; the others lack this class.
     gguf_config = getattr(transformers, "GgufConfig", None)
     options = {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.report.figures import write_figures
 from firedistill.report.groups import Study, read_study
 from firedistill.report.page import write_page
@@ -56,6 +56,5 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
     notes = "".join(f"- {markdown_text(note)}\n" for note in study.notes)
     texts["overview.md"] = overview_markdown(overview(study)) + (f"\n{notes}" if notes else "")
     for name, text in texts.items():
-        with written_at_once(folder / "tables" / name) as unfinished:
-            unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+        write_text(folder / "tables" / name, text)
     return study, [*(folder / "tables" / name for name in texts), *figures, page]

@@ -23,7 +23,7 @@ from jinja2 import Environment, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
 from firedistill import __version__
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.report import collapse
 from firedistill.report.charts import Chart, charts_of
 from firedistill.report.groups import Group, Study
@@ -91,8 +91,7 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differ
         library=library,
         data=packed(safe_json(data)),
     )
-    with written_at_once(path) as unfinished:
-        unfinished.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_text(path, page)
     return path
 
 

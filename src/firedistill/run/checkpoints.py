@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from firedistill.files import REPLACED, UNFINISHED, discard, naming
+from firedistill.files import REPLACED, UNFINISHED, discard, naming, read_json
 from firedistill.run.directory import CHECKPOINT
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest that `seal` wrote; raises CheckpointError if it is missing or malformed."""
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}")
-    content = read_json(folder / MANIFEST)
+    content = read_json(folder / MANIFEST, CheckpointError)
     files = content.get("files")
     if not isinstance(files, dict) or not files or not all(isinstance(entry, dict) for entry in files.values()):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} lists no files")
@@ -183,17 +183,6 @@ def load_state(folder: str | Path, name: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"), object_hook=restored)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use an earlier checkpoint") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file; raises CheckpointError if the file is missing or does not hold one."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold a mapping")
-    return values
 
 
 def random_state() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from firedistill.files import REPLACED, UNFINISHED, discard, naming, written_at_once
+from firedistill.files import REPLACED, UNFINISHED, discard, naming, write_text
 
 try:
     import fcntl
@@ -145,8 +145,7 @@ def remove(path: Path) -> None:
 
 def mark_finished(folder: Path, step: int) -> None:
     """Record that the run has ended after optimizer step `step` with everything written; the last act of a run."""
-    with written_at_once(folder / FINISHED) as unfinished:
-        unfinished.write_text(json.dumps({"step": step}) + "\n", encoding="utf-8")
+    write_text(folder / FINISHED, json.dumps({"step": step}) + "\n")
 
 
 def finished_step(folder: Path) -> int | None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firedistill.files import UNFINISHED, naming, written_at_once
+from firedistill.files import UNFINISHED, naming, write_text, written_at_once
 from firedistill.rollout import Rollout
 from firedistill.run.directory import rollout_file, rollouts_in
 
@@ -69,8 +69,7 @@ class RunLog:
         for name in self.waiting:
             last = step - 1 if name == "evals.jsonl" and not evaluated else step
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
-            with written_at_once(self.folder / name) as unfinished:
-                unfinished.write_text("".join(map(json_line, kept)), encoding="utf-8")
+            write_text(self.folder / name, "".join(map(json_line, kept)))
         folder = self.folder / "rollouts"
         for path in folder.glob(f"{UNFINISHED}*"):
             if rollouts_in(path.name.removeprefix(UNFINISHED)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from firedistill.coerce import coerce, is_secret, read_yaml
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened, visible
 
@@ -361,5 +361,4 @@ def differences(a: PlannedRun, b: PlannedRun) -> str:
 
 def write_json(path: Path, content: Any) -> None:
     """Write a file that is complete or absent, whatever reads it or kills this process."""
-    with written_at_once(path) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    write_text(path, json.dumps(content, indent=1))

@@ -17,7 +17,7 @@ from typing import Any
 from firedistill.tasks.feedback import CUT_MARK
 from firedistill.tasks.reading import open_rows
 from firedistill.tasks.sandbox import AT_ONCE, Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
-from firedistill.tasks.sources import SUFFIXES, DataError, Rows, optional_text, text_field
+from firedistill.tasks.sources import SUFFIXES, DataError, Rows, kind_of, optional_text, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -299,7 +299,7 @@ def read_tests(value: Any, entry_point: str, column: str = "tests") -> tuple[lis
             setup += beside
         else:
             raise DataError(
-                f'{where}: expected {{"call": [...], "expect": ...}} or a text with assertions, found {_kind(item)}'
+                f'{where}: expected {{"call": [...], "expect": ...}} or a text with assertions, found {kind_of(item)}'
             )
     if not tests:
         raise DataError(f"field {column!r} holds no test; add one or remove the row")
@@ -316,13 +316,15 @@ def _call_test(item: Mapping[str, Any], entry_point: str, where: str) -> UnitTes
         raise DataError(f"{where}: expected the keys call and expect, found {', '.join(map(str, item)) or 'none'}")
     given = item["call"]
     if not isinstance(given, list | tuple | Mapping):
-        raise DataError(f"{where}: call is {_kind(given)}; write the arguments as a list, or as a mapping by name")
+        raise DataError(f"{where}: call is {kind_of(given)}; write the arguments as a list, or as a mapping by name")
     named = [f"{name}={value!r}" for name, value in given.items()] if isinstance(given, Mapping) else None
     text = f"{entry_point}({', '.join(named if named is not None else map(repr, given))})"
     try:
-        ast.parse(text, mode="eval")
-    except (SyntaxError, ValueError) as error:
-        raise DataError(f"{where}: {text[:80]} is not a call: {error}") from error
+        call: Any = ast.parse(text, mode="eval").body
+        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
+            ast.literal_eval(argument)  # Infinity and NaN, which are no JSON, would be names here
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise DataError(f"{where}: {text[:80]} is not a call whose arguments are JSON values") from error
     return UnitTest(Snippet("eval", text), expected=item["expect"], json=True)
 
 
@@ -400,10 +402,6 @@ def _begun_program(prompt: str, entry_point: str) -> str | None:
 
 def _column(row: Mapping[str, Any], names: Sequence[str]) -> str:
     return next((name for name in names if row.get(name) is not None), names[0])
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"{type(value).__name__} {repr(value)[:60]}"
 
 
 # ---- Texts of the fields ----------------------------------------------------------------------------------------------------

@@ -50,6 +50,21 @@ class Loop:
         return cls._current
 
 
+async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns or raises, in a thread of its own: one that hangs takes no place of others and ends with the process."""
+    found: Future[Any] = Future()
+    found.set_running_or_notify_cancel()  # a coroutine that gives up leaves it as it is
+
+    def run() -> None:
+        try:
+            found.set_result(function(*arguments))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="task", daemon=True).start()
+    return await asyncio.wrap_future(found)
+
+
 @cache
 def loop_of_threads(at_once: int) -> Loop:
     """The loop of this process whose coroutines each wait for a thread."""

@@ -237,10 +237,10 @@ def check_url(url: str) -> str:
     Raises:
         ValueError: it is not an http or https address, or has a password or a query.
     """
-    found = urlsplit(url)
     try:
+        found = urlsplit(url)
         valid = found.scheme in ("http", "https") and found.hostname and found.port != 0 and not re.search(r"\s", url)
-    except ValueError:  # the port
+    except ValueError:  # the host or the port
         valid = False
     if not valid:
         raise ValueError(f"url is {url[:200]!r}: expected an address such as http://localhost:8000/v1")

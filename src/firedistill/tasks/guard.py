@@ -5,7 +5,6 @@ Each ends with a result or a `TaskFault`; `process.py` limits its time and undoe
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import logging
 import math
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from firedistill.tasks.coroutines import AsyncCall, TimeLimit, loop_of_threads
+from firedistill.tasks.coroutines import AsyncCall, TimeLimit, in_thread, loop_of_threads
 from firedistill.tasks.process import TimeIsUp, kept_state, time_limit
 from firedistill.tasks.sources import DataError
 from firedistill.tasks.task import Task
@@ -128,7 +127,7 @@ class GuardedTask:
         if inspect.iscoroutinefunction(method):
             return AsyncCall(partial(method, *arguments), self.seconds)
         if self.begins(name):
-            return AsyncCall(partial(asyncio.to_thread, method, *arguments), self.seconds, loop_of_threads(self.task.at_once))
+            return AsyncCall(partial(in_thread, method, *arguments), self.seconds, loop_of_threads(self.task.at_once))
         return None
 
     def begins(self, name: str) -> bool:

@@ -128,9 +128,6 @@ class GymTask(Task):
             lenient_correct=correct or lenient_numeric_correct(response, example.answer),
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_scorer": None}
-
     def _create(self, size: int, seed: int) -> Any:
         import reasoning_gym
 

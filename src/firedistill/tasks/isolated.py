@@ -102,11 +102,5 @@ while True:
             process.kill()
             process.communicate()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"source": self.source, "arguments": self.arguments, "seconds": self.seconds}  # a process belongs to one owner
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["source"], *state["arguments"], seconds=state["seconds"])  # type: ignore[misc]
-
     def __del__(self) -> None:
         self.close()

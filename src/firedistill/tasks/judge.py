@@ -27,9 +27,10 @@ from typing import Any
 import yaml
 
 from firedistill.coerce import coerce, read_yaml
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 from firedistill.tasks.coroutines import AsyncCall, Loop
 from firedistill.tasks.endpoint import ChatEndpoint, Completion, check_url, read_key
+from firedistill.tasks.kinds import refuse_constant
 from firedistill.tasks.replies import Replies, read_replies
 from firedistill.tasks.table import Template
 from firedistill.tasks.types import Example, FeedbackField
@@ -290,7 +291,7 @@ def schema_entry(name: str, entry: Any) -> dict[str, Any]:
     check_keys(entry, ("type", "description", "enum", "minimum", "maximum"), where)
     found = {"type": "string", **entry}
     kind = found["type"]
-    if kind not in TYPES:
+    if kind not in list(TYPES):  # it may be a list
         raise ValueError(f"{where}type is {shortened(repr(kind), 80)}: expected {', '.join(TYPES)}")
     if not isinstance(found.get("description", ""), str):
         raise ValueError(f"{where}description: expected a text")
@@ -336,10 +337,6 @@ def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: int(found[name]) if entry["type"] == "integer" else found[name] for name, entry in schema["properties"].items()
     }
-
-
-def refuse_constant(name: str) -> Any:
-    raise ValueError(name)  # NaN and Infinity are not JSON
 
 
 def wrong_object(value: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
@@ -550,8 +547,7 @@ class Judge:
 def write_judge(file: JudgeFile, folder: Path) -> None:
     """Write what the judge is and is asked to `judge.yaml`, a judge file; a key is named, not written."""
     folder.mkdir(exist_ok=True)
-    with written_at_once(folder / "judge.yaml") as unfinished:
-        unfinished.write_text(yaml.safe_dump(asdict(file), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    write_text(folder / "judge.yaml", yaml.safe_dump(asdict(file), sort_keys=False, allow_unicode=True))
 
 
 def cost_line(file: JudgeFile, folder: Path) -> str:

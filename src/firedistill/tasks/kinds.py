@@ -216,7 +216,7 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
 def _text(value: Any, subject: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int | float) and math.isfinite(value):
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     if not isinstance(value, str | None):
         raise BadRow(f"{subject} is not one answer", "write a text or a number", kind_of(value))
@@ -251,14 +251,14 @@ def fenced(text: str) -> str:
     return rest if first.strip().isalpha() or not first.strip() else blocks[-2]
 
 
+def refuse_constant(name: str) -> Any:
+    raise ValueError(name)  # NaN and Infinity are not JSON
+
+
 def canonical_json(text: str) -> str | None:
     """A JSON value in one spelling; None if the text is none."""
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(constant)  # NaN and Infinity are not JSON
-
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = json.loads(text, parse_constant=refuse_constant)
         return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError, TypeError):
         return None

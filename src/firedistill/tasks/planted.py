@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -44,29 +45,11 @@ class Planted(Task):
                 f"{self.name}: unit tests judge {task.name}, so that there is no answer for feedback to be wrong about; name a task "
                 "with answers, such as arithmetic"
             )
-        for name in (
-            "type_name",
-            "answer_type",
-            "checker_mode",
-            "final_marker",
-            "format_instruction",
-            "at_once",
-            "train_split",
-            "eval_split",
-        ):
+        if inspect.iscoroutinefunction(task.feedback):
+            raise ValueError(f"{self.name}: feedback of {task.name} is async def, which planted noise does not wait for")
+        attributes = "type_name answer_type checker_mode final_marker format_instruction at_once train_split eval_split"
+        for name in [*attributes.split(), "examples", "resolve_split", "prompt", "verify"]:  # `verify` may be async def
             setattr(self, name, getattr(task, name))
-
-    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        return self.task.examples(split, n, seed, data_dir)
-
-    def resolve_split(self, split: str) -> tuple[str, str | None]:
-        return self.task.resolve_split(split)
-
-    def prompt(self, example: Example) -> str:
-        return self.task.prompt(example)
-
-    def verify(self, example: Example, response: str) -> Verdict:
-        return self.task.verify(example, response)
 
     def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
         stated = other_answer(example) if number_of(example, "wrong") < self.rate else str(verdict.expected)

@@ -368,14 +368,12 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {"t": "float", "v": float.__repr__(value)}
     if depth > 100:
         raise ValueError("the value is nested more than 100 levels deep")
-    if kind is list or (isinstance(value, list)):
+    if isinstance(value, list):
         return [encode(item, depth + 1) for item in list.__iter__(value)]
-    if isinstance(value, tuple):
-        return {"t": "tuple", "v": [encode(item, depth + 1) for item in tuple.__iter__(value)]}
-    if isinstance(value, set):
-        return {"t": "set", "v": [encode(item, depth + 1) for item in set.__iter__(value)]}
-    if isinstance(value, frozenset):
-        return {"t": "frozenset", "v": [encode(item, depth + 1) for item in frozenset.__iter__(value)]}
+    sequences: tuple[Any, ...] = (tuple, set, frozenset)
+    for plain in sequences:
+        if isinstance(value, plain):
+            return {"t": plain.__name__, "v": [encode(item, depth + 1) for item in plain.__iter__(value)]}
     if isinstance(value, dict):
         pairs = [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in dict.items(value)]
         return {"t": "dict", "v": pairs}
@@ -458,8 +456,8 @@ def run_test(isolation: Isolation, job: dict[str, Any], test: dict[str, str], re
             report["value"] = None
     except BaseException as error:
         memory = isinstance(error, MemoryError)
-        report["error"] = {"type": "MemoryError", "text": "", "line": None} if memory else described(error)
-        report["error"]["phase"] = phase
+        failure = {"type": "MemoryError", "text": "", "line": None} if memory else described(error)
+        report = {"error": {**failure, "phase": phase}, **report}  # first, where `run_all` looks for it
     if os.getpid() == me:
         sys.stdout.flush()
         text = json.dumps(report).encode("utf-8", "surrogatepass")
@@ -578,7 +576,6 @@ def ended(isolation: Isolation, job: dict[str, Any], test: dict[str, str], secon
         "result": taken[result].decode("utf-8", "replace"),
         "lost": lost[result],
         "output": taken[output].decode("utf-8", "replace"),
-        "lost_output": lost[output],
     }
 
 
@@ -594,7 +591,7 @@ def run_all(job: dict[str, Any], isolation: Isolation) -> list[dict[str, Any]]:
             break
         reports.append(ended(isolation, job, test, job["limits"]["seconds"]))
         first, last = reports[0], reports[-1]
-        if first["signal"] or not first["result"] or '"error"' in first["result"]:
+        if first["signal"] or not first["result"] or first["result"].startswith('{"error"'):
             break
         if last["late"] or last["signal"] == signal.SIGXCPU:  # so would others
             break

@@ -262,9 +262,9 @@ class TableTask(Task):
             if (spec := self._column_of(role, where)) is not None:
                 self.roles[role] = spec
         self.templates = {
-            name: Template(value, self.known_columns, f"feedback {name!r}") if value else None
+            name: Template(value, self.known_columns, f"feedback {name!r}")
             for name, value in self.fields.items()
-            if isinstance(value, str)
+            if isinstance(value, str) and value
         }
         self.kind, self.base = self._find_kind(sample, where)
         self.type_name, self.answer_type, self.checker_mode = self.kind.type_name, self.kind.answer_type, self.kind.checker_mode
@@ -584,10 +584,7 @@ class TableTask(Task):
             metadata["row"] = row
         if self.kept_columns:
             metadata["kept"] = {name: shown(cell(row, name)) for name in self.kept_columns}
-        feedback = []
-        for name, template in self.templates.items():
-            if template is not None and (text := template.fill(row)) is not None:
-                feedback.append(FeedbackField(name, text))
+        filled = [(name, template.fill(row)) for name, template in self.templates.items()]
         working = self._text(row, "solution")
         if isinstance(self.kind, ChoiceTask):
             labels, options = self._options(row)
@@ -616,7 +613,7 @@ class TableTask(Task):
             category=self._text(row, "category"),
             metadata=metadata,
             history=history,
-            feedback=tuple(feedback),
+            feedback=tuple(FeedbackField(name, text) for name, text in filled if text is not None),
         )
 
     def _solution(self, working: str | None, answer: str) -> str | None:

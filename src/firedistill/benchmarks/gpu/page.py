@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from firedistill.benchmarks import gpu, parts
-from firedistill.files import written_at_once
+from firedistill.files import write_text
 
 PAGE = "gpu.md"
 SLOW = 3.0  # times its floor
@@ -35,8 +35,7 @@ def write_page(folder: Path) -> Path:
     if not records:
         raise ValueError(f"{folder} holds no measurements: make them with firedistill bench gpu -o {folder}")
     path = folder / PAGE
-    with written_at_once(path) as unfinished:
-        unfinished.write_text(page(records), encoding="utf-8")
+    write_text(path, page(records))
     return path
 
 
