@@ -49,7 +49,6 @@ WEIGHTS = ["alpha_format", "alpha_parser", "alpha_answer", "alpha_verifier", "al
 OF_STEP = ["correct_rate", "generated_tokens", "grad_norm", "policy_kl", "chi_active", "step_scale", "train_seconds"]
 OF_EVALUATION = ["accuracy", "stderr", "lenient_accuracy", "well_formed_rate", "truncated_rate", "response_length"]
 RESAMPLES = 10_000
-RATE = re.compile(r"(?:^|-)lr([\d.]+)x(?=$|-seed)")  # in the name of a run
 
 
 def collect(suite: Path) -> pd.DataFrame:
@@ -113,9 +112,8 @@ def collect_weights(suite: Path) -> pd.DataFrame:
 
 def variant_of(run: Run) -> tuple[str, float]:
     """The label of a run's block, and its learning rate as a multiple of the recipe's."""
-    name = run.name.removeprefix(f"lab-{run.method}").removesuffix(f"-seed{run.seed}").strip("-")
-    rate = RATE.search(name)
-    return (name[: rate.start()], float(rate[1])) if rate else (name, 1.0)
+    label, rate = re.fullmatch(r"(.*?) ?(?:([\d.]+)x)?", run.variant or "").groups()
+    return label, float(rate or 1)
 
 
 def answers(folder: Path, kind: str, step: int) -> str:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.run.log import read_jsonl
-from tiny import ToyTask
+from tiny import ToyTask, run_config
 
 OF_THE_PROCESS = {"failed_checkpoints", "failed_writes", "failed_tracker_calls"}
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
@@ -37,30 +37,9 @@ class RandomTask(ToyTask):
 
 def killable_config(model: str, run: Path, method: str, steps: int = 6, **changes) -> SelfDistillConfig:
     """Checkpoints after every second step, evaluations after every third; dropout draws from the global random state."""
-    settings = {
-        "model": model,
-        "task": "killable:RandomTask",
-        "method": method,
-        "model_dtype": "float32",
-        "output_dir": str(run),
-        "max_steps": steps,
-        "warmup_steps": 2,
-        "learning_rate": 1e-2,
-        "nominal_learning_rate": 1e-3,
-        "lora_r": 4,
-        "lora_dropout": 0.1,
-        "max_new_tokens": 9,
-        "eval_size": 3,
-        "eval_steps": 3,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "gradient_checkpointing": False,
-        "use_cpu": True,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "disable_tqdm": True,
-    }
-    return SelfDistillConfig(**{**settings, **changes})
+    settings = {"task": "killable:RandomTask", "method": method, "max_steps": steps, "lora_r": 4, "lora_dropout": 0.1}
+    settings |= {"eval_size": 3, "eval_steps": 3, "per_device_train_batch_size": 2}
+    return run_config(model, run, **settings | changes)
 
 
 def train(model: str, run: Path, method: str, steps: int = 6, **changes) -> SelfDistillTrainer:

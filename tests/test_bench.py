@@ -415,7 +415,7 @@ def test_the_head_is_measured_as_in_training(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ops.fire_head, "COMPILED_DEVICES", {"cpu"})
     monkeypatch.setattr(ops.fire_head, "COMPILER", "eager")
-    monkeypatch.setattr(kernels, "first_pass", noted)
+    monkeypatch.setattr(fire_head, "first_pass", noted)
     rows = [row for row in record_of("head", tmp_path)["rows"] if row["case"]["over"] == 0.5]
     assert set(seen) == {(kernels.FLOOR, "cpu"), (kernels.FLOOR,)} and len(set(seen.values())) == 1
     told = {row["variant"]: row["details"].get("head_compiled") for row in rows}

@@ -139,6 +139,24 @@ def test_a_mean_over_samples_has_the_interval_of_its_own_error():
     assert width["sampled_accuracy"] == pytest.approx(2 * 1.96 * 0.025, rel=0.01), "the error is half that of 100 answers"
 
 
+def test_only_shares_of_problems_have_an_interval_of_problems():
+    log = Log.of(
+        [{"step": 1, "n": 100, "sampled_entropy": 0.3, "distinct_answers": 1.0, "also_arithmetic:hard": 0.3}], EVALUATIONS
+    )
+    known = {key: bool(np.isfinite(evaluated_intervals(log, key)).all()) for key in log.columns}
+    assert known.pop("also_arithmetic:hard") and not known["sampled_entropy"] and not known["distinct_answers"]
+
+
+def test_a_seed_without_evaluations_is_left_out_of_the_answer(tmp_path):
+    runs = [write_run(tmp_path / str(seed), (0.5, 0.6), seed=seed) for seed in range(2)]
+    (runs[1] / "evals.jsonl").unlink()
+    study = read_study(runs)
+    (found,) = verdicts(study)
+    assert found.first == 50 and found.final.values == [60]
+    assert [row["Accuracy at step 0 (%)"] for row in overview(study)] == ["50.00"]
+    assert plots_of(study.settings[0], charts_of(study.runs))[0]
+
+
 def test_the_estimate_of_a_group_is_the_mean_of_its_finished_runs(tmp_path):
     runs = [write_run(tmp_path / str(seed), (0.5, value), seed=seed) for seed, value in enumerate([0.6, 0.7])]
     runs.append(write_run(tmp_path / "2", (0.5, 0.0), seed=2, steps=3))
@@ -324,7 +342,8 @@ def test_rollouts_that_cannot_be_read_are_named(content, tmp_path):
     (run / "rollouts" / "step_000001.parquet").write_bytes(content)
     pq.write_table(pa.table({"step": [10]}), run / "rollouts" / "eval_000010.parquet")
     notes = []
-    assert rollouts_of(read_study([run]).runs, notes)["rows"] == [] and len(notes) == 2
+    write_rollouts(run, "eval_000000", [0], feedback=["text"])
+    assert rollouts_of(read_study([run]).runs, notes)["rows"] == [] and len(notes) == 3
     assert all("is left out of the browser of rollouts" in note for note in notes)
 
 

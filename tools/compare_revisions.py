@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3, help="runs of each revision (3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     chosen, options = parser.parse_known_args()
+    if chosen.turns < 1:
+        parser.error(f"--turns is {chosen.turns}; expected 1 or more")
     with tempfile.TemporaryDirectory() as folder:
         trees = [tree_of(revision, Path(folder, str(side))) for side, revision in enumerate(chosen.revisions)]
         turns = []

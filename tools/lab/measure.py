@@ -63,6 +63,8 @@ def main() -> None:
         for rollout in rollouts[: settings.show]:
             print(f"{rollout.example.question}\n{rollout.response.text}\n(gold: {rollout.example.solution!r})\n")
 
+        if not wrong:
+            continue
         names = [field.name for field in wrong[0].feedback]
         views: list[tuple[str, View]] = [("all fields", "full"), *((f"without {n}", i) for i, n in enumerate(names))]
         for label, view in views:

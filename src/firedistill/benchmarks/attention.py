@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,16 +16,13 @@ from firedistill.benchmarks import harness
 from firedistill.models.attention import causal_attention
 
 TITLE = "Attention in bfloat16 on a CPU"
+CASE = ("heads", "groups", "size", "sequences", "queries", "keys")
 
 
 @dataclass
 class Sizes:
     heads: tuple[tuple[int, int, int], ...] = ((9, 3, 64), (12, 2, 128))  # heads, groups, size: SmolLM2-135M, Qwen2.5-1.5B
-    sequences: tuple[tuple[int, int, int], ...] = (
-        (1, 500, 500),
-        (8, 164, 164),
-        (1, 200, 500),
-    )  # sequences, queries, keys of each
+    sequences: tuple[tuple[int, int, int], ...] = ((1, 500, 500), (8, 164, 164), (1, 200, 500))  # number, queries, keys
     calls: int = 20  # per measurement
     repeats: int = 5
 
@@ -33,21 +31,12 @@ SIZES = {"full": Sizes(), "quick": Sizes(((4, 2, 16),), ((2, 33, 33), (1, 20, 50
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    for heads, groups, size in sizes.heads:
-        for sequences, length, width in sizes.sequences:
-            for backward in (False, True):
-                case = {
-                    "heads": heads,
-                    "groups": groups,
-                    "size": size,
-                    "sequences": sequences,
-                    "queries": length,
-                    "keys": width,
-                }
-                problem = Problem(**case, dtype=getattr(torch, options.dtype), backward=backward, calls=sizes.calls)
-                sides: dict[str, Callable[[], Any]] = {"torch": partial(problem, by_torch), "tiles": partial(problem, by_tiles)}
-                passes = "forward and backward" if backward else "forward"
-                yield from harness.rows({**case, "passes": passes}, sides, options.repeats or sizes.repeats)
+    for shape, lengths, backward in product(sizes.heads, sizes.sequences, (False, True)):
+        case = dict(zip(CASE, (*shape, *lengths), strict=True))
+        problem = Problem(**case, dtype=getattr(torch, options.dtype), backward=backward, calls=sizes.calls)
+        sides: dict[str, Callable[[], Any]] = {"torch": partial(problem, by_torch), "tiles": partial(problem, by_tiles)}
+        passes = "forward and backward" if backward else "forward"
+        yield from harness.rows({**case, "passes": passes}, sides, options.repeats or sizes.repeats)
 
 
 class Problem:

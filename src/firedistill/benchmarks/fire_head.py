@@ -169,18 +169,18 @@ def run_literal(setting: Setting, chunk: int = 32) -> Tensor:
     return total
 
 
-def run_fused(setting: Setting) -> Tensor:
-    return setting.backward(setting.fire(loo_hidden=setting.views[1:]).loss)
+def run_fused(setting: Setting, **settings: Any) -> Tensor:
+    return setting.backward(setting.fire(loo_hidden=setting.views[1:], **settings).loss)
 
 
-def run_two_passes(setting: Setting) -> Tensor:
+def run_two_passes(setting: Setting, **settings: Any) -> Tensor:
     """As in training: the states without a field are requested after the first pass, at the tokens over the radius."""
-    first = setting.fire(first_pass)
+    first = setting.fire(first_pass, **settings)
     return setting.backward(first.attribute(setting.views[1:, first.over]).loss)
 
 
-def run_full_context(setting: Setting) -> Tensor:
-    return setting.backward(setting.fire(attribution=False, projection=False).loss)
+def run_full_context(setting: Setting, **settings: Any) -> Tensor:
+    return setting.backward(setting.fire(attribution=False, projection=False, **settings).loss)
 
 
 def run_products(setting: Setting) -> None:

@@ -94,9 +94,10 @@ def running_interval(values: ndarray, width: int) -> tuple[ndarray, ndarray]:
     """The ends of the 95 % interval of the running mean of values that vary independently, within the range of the values."""
     if not len(values):
         return values, values
-    mean = running_mean(values, width)
-    with np.errstate(over="ignore", invalid="ignore"):
-        error = NORMAL_95 * np.sqrt(np.maximum(running_mean((values - mean) ** 2, width), 0) / (width - 1))
+    mean, at = running_mean(values, width), np.arange(len(values))
+    count = 1 + np.minimum(at, width // 2) + np.minimum(at[::-1], width // 2)  # values in each window
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        error = NORMAL_95 * np.sqrt(np.maximum(running_mean((values - mean) ** 2, width), 0) / (count - 1))
     error = np.where(np.isfinite(error), error, 0)
     return np.maximum(mean - error, values.min()), np.minimum(mean + error, values.max())
 
@@ -197,7 +198,7 @@ class Chart:
     @property
     def unit(self) -> str:
         """Of y, as its title says."""
-        return self.y_title.partition("(")[2].rstrip(")") or self.y_title
+        return self.y_title[:-1].rpartition("(")[2] if self.y_title.endswith(")") else self.y_title
 
     @property
     def band_of_seeds(self) -> str:

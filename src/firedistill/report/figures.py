@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from firedistill.files import written_at_once
 from firedistill.report.charts import CHARTS, THINNED, Chart, Curve, charts_of, rate_curve
-from firedistill.report.groups import Group, Study
+from firedistill.report.groups import Group, Study, partition
 from firedistill.report.palette import GROUND, Line
 from firedistill.terminal import shortened
 
@@ -152,7 +152,6 @@ def panel_figure(
     with matplotlib.rc_context({"font.size": 9}):
         figure = Figure(figsize=(max(4.6 * columns, 7.2), 3.3 * rows + 0.7), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharey=same_scale).ravel()
-        handles: dict[str, Any] = {}
         for axes, (panel_title, curves) in zip(grid, panels, strict=False):
             axes.set_title(literal(panel_title), fontsize=10)
             if logarithmic:
@@ -162,12 +161,10 @@ def panel_figure(
             axes.set_ylabel(y_title)
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
-            drawn, labels = axes.get_legend_handles_labels()
-            handles |= dict(zip(labels, drawn, strict=True))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.suptitle(title, fontsize=10)
-        add_legend(figure, handles)
+        add_legend(figure)
         return figure
 
 
@@ -224,7 +221,6 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
     with matplotlib.rc_context(colours | {"font.size": 9, "svg.hashsalt": "firedistill", "svg.fonttype": "none"}):
         figure = Figure(figsize=(max(3.7 * columns, 5), 2.9 * rows + 0.9), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
-        handles: dict[str, Any] = {}
         panels = [(setting, chart) for setting in study.settings for chart in charts]
         curves = []
         for axes, (setting, chart) in zip(grid, panels, strict=False):
@@ -239,23 +235,21 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
             axes.set_ylabel(chart.y_title)
             axes.grid(alpha=0.15, linewidth=0.6)
             axes.spines[["top", "right"]].set_visible(False)
-            drawn, labels = axes.get_legend_handles_labels()
-            handles |= dict(zip(labels, drawn, strict=True))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        bands = list(
-            dict.fromkeys(chart.described(group for _, group in study.groups) for chart in charts if chart.name in PANELS[:2])
-        )
+        groups = [group for _, group in study.groups]
+        kinds = partition(charts, lambda chart: chart.described(groups))
+        bands = [f"{', '.join(c.title for c in of)}: {text}" if len(kinds) > 1 else text for text, of in kinds.items()]
         thinned = [THINNED] if any(curve.thinned for curve in curves) else []
-        figure.suptitle(
-            "\n".join([literal(study.title if several else study.settings[0].title), *bands[:1], *thinned]), fontsize=9
-        )
-        add_legend(figure, handles)
+        title = literal(study.title if several else study.settings[0].title)
+        figure.suptitle("\n".join([title, *bands, *thinned]), fontsize=9)
+        add_legend(figure)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def add_legend(figure: Figure, handles: dict[str, Any]) -> None:
+def add_legend(figure: Figure) -> None:
     """One legend below all panels; the figure grows by its height."""
+    handles = {label: drawn for axes in figure.axes for drawn, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     # At this font size a character is about 0.07 inches wide, a legend line with its gaps 0.6, and a legend row 0.18 high.
     fitting = int(figure.get_figwidth() / (0.07 * max(map(len, handles), default=0) + 0.6))
     ncols = max(1, min(len(handles), fitting))

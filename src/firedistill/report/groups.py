@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from firedistill.config import SelfDistillConfig, effect
 from firedistill.report.palette import HUES, Line, line_of, shades, spare_lines
 from firedistill.report.read import Run, read_runs, shown
+from firedistill.suites.plan import SUBSET_OFFSET
 
 Item = TypeVar("Item")
 
@@ -47,7 +48,6 @@ TASKS = {
 }
 
 
-AUTHORS_OFFSET = 10_000  # of the seed of the held-out subset from the training seed, in the authors' protocol
 DEFAULTS = {f.name: f.default for f in fields(SelfDistillConfig) if f.init and f.default is not MISSING}
 
 
@@ -99,6 +99,10 @@ class Group:
     def finals(self, key: str = "accuracy") -> list[float]:
         """Percentages after the last step, one per finished run."""
         return [100 * value for run in self.runs if math.isfinite(value := run.final(key))]
+
+    def initials(self) -> list[float]:
+        """Percentages before the first step, one per finished run that was evaluated then."""
+        return [100 * value for run in self.finished if math.isfinite(value := run.initial)]
 
 
 @dataclass
@@ -225,8 +229,8 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if makes_a_difference(name) and value not in (None, {}, [])
     }
-    if settings.get("eval_subset_seed") == config.get("seed", 0) + AUTHORS_OFFSET:
-        settings["eval_subset_seed"] = f"seed + {AUTHORS_OFFSET}"
+    if settings.get("eval_subset_seed") == config.get("seed", 0) + SUBSET_OFFSET:
+        settings["eval_subset_seed"] = f"seed + {SUBSET_OFFSET}"
     # How a step is cut into micro-batches changes memory, not the result.
     sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return settings | {"prompts_per_step": sizes[0] * sizes[1]}

@@ -10,9 +10,10 @@ import numpy as np
 from numpy import ndarray
 
 from firedistill.report.groups import Group
-from firedistill.report.log import Log
+from firedistill.report.log import NAMED, Log
 
 NORMAL_95 = 1.959964
+SHARES = ("accuracy", "sampled_accuracy", *NAMED)  # how the columns that are shares of problems begin
 
 
 def wilson(shares: ndarray, counts: ndarray) -> tuple[ndarray, ndarray]:
@@ -32,7 +33,7 @@ def evaluated_intervals(evaluations: Log, key: str) -> tuple[ndarray, ndarray]:
     A share that is a mean over samples has a smaller error than that of as many right or wrong answers. Where its standard error is
     known, the interval is that of the number of problems with the same error.
     """
-    shares = np.where(np.isfinite(evaluations[key]), evaluations[key], np.nan)
+    shares = np.where(np.isfinite(evaluations[key]) & key.startswith(SHARES), evaluations[key], np.nan)
     errors = evaluations["sampled_stderr" if key == "sampled_accuracy" else f"{key}_stderr"]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         by_error = shares * (1 - shares) / errors**2

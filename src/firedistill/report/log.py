@@ -23,18 +23,8 @@ METRICS = (
     *("chi_active", "policy_kl", "policy_kl_max", "weight_step_relative", "policy_step_share", *CUMULATIVE),
 )
 EVALUATIONS = (
-    *(
-        "step",
-        "n",
-        "accuracy",
-        "stderr",
-        "sampled_accuracy",
-        "sampled_stderr",
-        "sampled_entropy",
-        "distinct_answers",
-        "sampled_length",
-    ),
-    *CUMULATIVE,
+    *("step", "n", "accuracy", "stderr", "sampled_accuracy", "sampled_stderr", "sampled_entropy", "distinct_answers"),
+    *("sampled_length", *CUMULATIVE),
 )
 NAMED = ("accuracy_", "pass_at_", "also_")
 MOST_NAMED = 100

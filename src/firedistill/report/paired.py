@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 from numpy import ndarray
 
 from firedistill.report.groups import DEFAULTS, Group, Setting, Study
-from firedistill.report.read import Run, shown
+from firedistill.report.read import Run, left_out
 from firedistill.run.directory import rollout_file
-from firedistill.terminal import shortened, visible
 
 RESAMPLES, COVERAGE = 10_000, 0.95
 # Resamples at a time, so that their weights do not fill the memory.
@@ -146,7 +145,7 @@ def read_answers(path: Path, notes: list[str]) -> dict[str, float]:
         table = pq.read_table(path, columns=["uid", "correct"])
         uids, correct = table["uid"].to_pylist(), table["correct"].to_pylist()
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
-        notes.append(f"{shown(path)} is left out: {shortened(visible(' '.join(str(error).split())), 200)}.")
+        notes.append(left_out(path, error))
         return {}
     totals: dict[str, list[int]] = {}
     for uid, right in zip(uids, correct, strict=True):

@@ -79,6 +79,12 @@ class Run:
         """A value of the evaluation after the last step; NaN if the run is not finished or does not evaluate."""
         return float(self.evaluations[key][-1]) if self.finished and len(self.evaluations) else np.nan
 
+    @property
+    def initial(self) -> float:
+        """The accuracy before the first step; NaN if it was not evaluated then."""
+        found = self.evaluations
+        return float(found["accuracy"][0]) if len(found) and not found["step"][0] else np.nan
+
     @cached_property
     def events(self) -> list[Event]:
         return collapses(self.metrics, self.evaluations, self.config.get("max_grad_norm") or 1.0)

@@ -66,7 +66,7 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
             for row in found:
                 if texts.size >= end:
                     break
-                fields = [[texts.number(field["name"]), texts.number(field["text"])] for field in row["feedback"] or []]
+                fields = [list(map(texts.number, field)) for field in row["feedback"]]
                 named = [row["uid"], question[str(row["prompt"])], row["response"], row["expected"], row["submitted"]]
                 rows.append([position, kind, int(row["step"]), bool(row["correct"]), *map(texts.number, named), fields])
     columns = ["run", "kind", "step", "correct", "uid", "question", "response", "expected", "submitted", "fields"]
@@ -93,7 +93,7 @@ def sources_of(run: Run) -> list[tuple[str, Path, list[int]]]:
 
 
 def read_rollouts(path: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of some steps.
+    """The rows of some steps; their `feedback` is pairs of a name and a text.
 
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError, pyarrow.ArrowException: it is not a file of rollouts.
@@ -105,6 +105,8 @@ def read_rollouts(path: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
     rows = pq.read_table(path, columns=COLUMNS, filters=[("step", "in", list(steps))]).to_pylist()
     if missing := [name for row in rows[:1] for name in COLUMNS if name not in row]:
         raise KeyError(f"without the columns {missing}")
+    for row in rows:
+        row["feedback"] = [(field["name"], field["text"]) for field in row["feedback"] or []]
     return rows
 
 

@@ -201,14 +201,13 @@ def overview(study: Study) -> list[dict[str, str]]:
 def overview_row(setting: Setting, group: Group, measures: Sequence[Chart]) -> dict[str, str]:
     runs = group.finished or group.runs
     norms = np.concatenate([run.metrics.column("grad_norm")[1] for run in runs])
-    initial = [100 * run.evaluations["accuracy"][0] for run in runs if len(run.evaluations) and not run.evaluations["step"][0]]
     wrong = Counter(rule for run in group.runs for rule in dict.fromkeys(event.rule for event in run.events))
     tokens, seconds = ([run.metrics[key][-1] for run in runs] for key in CUMULATIVE)
     return {
         "Setting": setting.title,
         "Algorithm": group.label,
         "Runs finished": f"{len(group.finished)} of {len(group.runs)}",
-        "Accuracy at step 0 (%)": spread(initial, ".2f"),
+        "Accuracy at step 0 (%)": spread([100 * run.initial for run in runs], ".2f"),
         "Final accuracy (%)": spread(group.finals(), ".2f"),
         **{
             f"{chart.title} ({chart.unit})": spread(

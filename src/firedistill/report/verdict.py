@@ -107,7 +107,7 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
     labels = {group.label for group in candidates}
     compared = [d for d in differences_from(setting, best, "greedy", notes) if d.label in labels]
     known = {best.label, *(difference.label for difference in compared)}
-    before = [100 * run.evaluations["accuracy"][0] for run in best.finished if not run.evaluations["step"][0]]
+    before = best.initials()
     return Verdict(
         setting,
         candidates,

@@ -19,44 +19,26 @@ from typing import Any
 from firedistill.benchmarks.gpu.sizes import Setting
 from firedistill.benchmarks.parts import Part
 
-PARTS = (
-    Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15),
-    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 90),
-    Part("tests", "The tests that need a GPU", 60, alone=True),
-    Part("head-check", "The head and loss against the equations in float64", 90, alone=True),
-    Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115),
-    Part("head", "Head and loss, forward and backward, by chunk size", 35),
-    Part("waits", "Waits for the device in a FIRE step", 30),
-    Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True),
-    Part("student", "The student's forward and backward pass", 25),
-    Part("scoring", "The teacher's forward passes", 40),
-    Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90),
-    Part("profile", "Where the time of a FIRE step and of decoding goes", 45),
-    Part("step-14b", "Whole steps at the shape of Qwen2.5 14B", 200),
-    Part("step-3b", "Whole steps at the shape of Qwen2.5 3B", 100),
-    Part("decoding-transformers", "Sampling by `generate` of transformers", 150, alone=True),
-    Part("vllm", "A whole step with rollouts by vLLM at the shape of Qwen2.5 1.5B", 200, alone=True),
-)
-
-# Module, function and further arguments of each part
-FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "ceilings": ("kernels", "ceilings"),
-    "head-check": ("kernels", "head_check"),
-    "head": ("kernels", "head"),
-    "rows": ("kernels", "rows_alone"),
-    "decoding": ("steps", "decoding"),
-    "decoding-transformers": ("steps", "decoding_of_transformers"),
-    "scoring": ("steps", "scoring"),
-    "student": ("steps", "student"),
-    "step-1.5b": ("steps", "whole_step", "1.5b"),
-    "step-3b": ("steps", "whole_step", "3b"),
-    "step-14b": ("steps", "whole_step", "14b"),
-    "vllm": ("steps", "step_with_vllm"),
-    "waits": ("inspection", "waits"),
-    "profile": ("inspection", "profile"),
-    "same-seed": ("inspection", "same_seed"),
-    "tests": ("inspection", "tests"),
+# Each part, and what computes it: a module, its function, and further arguments
+CALLS = {
+    Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15): "kernels ceilings",
+    Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 90): "steps decoding",
+    Part("tests", "The tests that need a GPU", 60, alone=True): "inspection tests",
+    Part("head-check", "The head and loss against the equations in float64", 90, alone=True): "kernels head_check",
+    Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115): "steps whole_step 1.5b",
+    Part("head", "Head and loss, forward and backward, by chunk size", 35): "kernels head",
+    Part("waits", "Waits for the device in a FIRE step", 30): "inspection waits",
+    Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True): "inspection same_seed",
+    Part("student", "The student's forward and backward pass", 25): "steps student",
+    Part("scoring", "The teacher's forward passes", 40): "steps scoring",
+    Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90): "kernels rows_alone",
+    Part("profile", "Where the time of a FIRE step and of decoding goes", 45): "inspection profile",
+    Part("step-14b", "Whole steps at the shape of Qwen2.5 14B", 200): "steps whole_step 14b",
+    Part("step-3b", "Whole steps at the shape of Qwen2.5 3B", 100): "steps whole_step 3b",
+    Part("decoding-transformers", "Sampling by `generate` of transformers", 150, alone=True): "steps decoding_of_transformers",
+    Part("vllm", "A whole step with rollouts by vLLM at the shape of Qwen2.5 1.5B", 200, alone=True): "steps step_with_vllm",
 }
+PARTS = tuple(CALLS)
 
 
 def measure(name: str, setting: Setting) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
@@ -67,7 +49,7 @@ def measure(name: str, setting: Setting) -> tuple[dict[str, Any], Iterator[dict[
     from firedistill.terminal import quiet_libraries
 
     quiet_libraries()
-    module, function, *more = FUNCTIONS[name]
+    module, function, *more = {part.name: call for part, call in CALLS.items()}[name].split()
     rows = getattr(importlib.import_module(f"{__name__}.{module}"), function)
     fire_head.output_embedding.cache_clear()  # of another part, on the device
     gc.collect()

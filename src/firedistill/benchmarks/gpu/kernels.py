@@ -17,7 +17,7 @@ from firedistill.benchmarks.gpu.sizes import Setting, Work
 from firedistill.benchmarks.gpu.timing import Variant, repeated, row_of, timed
 from firedistill.config import SelfDistillConfig
 from firedistill.ops import fire_head_loss
-from firedistill.ops.fire_head import first_pass, is_compiled
+from firedistill.ops.fire_head import is_compiled
 from firedistill.ops.head import float32_sums
 
 # ---- Ceilings ----------------------------------------------------------------------------------------------------------------
@@ -178,11 +178,12 @@ def head(setting: Setting) -> Iterator[harness.Row]:
         problem = fire_head.Setting(case, shape.hidden, "bfloat16", setting.device)
         work = head_work(sizes.head_tokens, shape.vocabulary, shape.hidden, len(sizes.fields), problem.tokens_over_radius)
         facts = {"tokens_over_radius": problem.tokens_over_radius}
+        training = partial(fire_head.run_two_passes, problem, log_prob_floor=FLOOR)
         of_training = {
-            "as in training": Variant(partial(two_passes, problem), work, facts, memory=True),
-            NOT_COMPILED: Variant(partial(without_compiling, partial(two_passes, problem)), work, facts, memory=True),
+            "as in training": Variant(training, work, facts, memory=True),
+            NOT_COMPILED: Variant(partial(without_compiling, training), work, facts, memory=True),
             "full context": Variant(
-                partial(in_one_pass, problem, attribution=False, projection=False, log_prob_floor=FLOOR),
+                partial(fire_head.run_full_context, problem, log_prob_floor=FLOOR),
                 head_work(sizes.head_tokens, shape.vocabulary, shape.hidden, 0, 0),
                 memory=True,
             ),
@@ -200,19 +201,9 @@ def head(setting: Setting) -> Iterator[harness.Row]:
             yield row
 
 
-def two_passes(problem: fire_head.Setting) -> Tensor:
-    """As `fire_head.run_two_passes`, with the floor of training."""
-    first = problem.fire(first_pass, log_prob_floor=FLOOR)
-    return problem.backward(first.attribute(problem.views[1:, first.over]).loss)
-
-
-def in_one_pass(problem: fire_head.Setting, **settings: Any) -> Tensor:
-    return problem.backward(problem.fire(**settings).loss)
-
-
 def in_chunks(problem: fire_head.Setting, elements: int, **settings: Any) -> Tensor:
     size = max(1, elements // problem.head.vocabulary_size)
-    return in_one_pass(problem, loo_hidden=problem.views[1:], chunk_size=size, **settings)
+    return fire_head.run_fused(problem, chunk_size=size, **settings)
 
 
 def without_compiling(function: Callable[[], Any]) -> Any:

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from firedistill.benchmarks import fire_head
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes
-from firedistill.benchmarks.prescribed import PrescribedTask, word_tokenizer, words
+from firedistill.benchmarks.prescribed import PrescribedTask, student_states, word_tokenizer, words
 from firedistill.config import SelfDistillConfig
-from firedistill.models.states import score_responses
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.tasks import Example, FeedbackField, Verdict
@@ -112,8 +111,7 @@ class MeasuredTrainer(SelfDistillTrainer):
         wrong = [rollout for rollout, _ in inputs if not rollout.verdict.correct]
         if self.over is not None and wrong:
             with torch.no_grad():
-                prompts, responses = [r.prompt_ids for r in wrong], [r.response_ids for r in wrong]
-                ours = score_responses(model, prompts, responses).hidden
+                ours = student_states(model, wrong).hidden
                 excess = fire_head.gradient_excess(self.head, ours, self.teacher.full(wrong).hidden)
             self.record.step_scale = self.args.step_scale = fire_head.step_scale_for(self.over, excess)
             self.over = None

@@ -22,7 +22,8 @@ from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, random_model, 
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.benchmarks.parts import Skipped
-from firedistill.models.states import score_responses
+from firedistill.benchmarks.prescribed import student_states
+from firedistill.footprint import recomputing
 from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
@@ -168,29 +169,22 @@ def student(setting: Setting) -> Iterator[harness.Row]:
     with trainer_of(setting, random_model(shape, setting.device)) as trainer:
         model: Any = trainer.model
         rollouts = wrong_rollouts(trainer, max(sizes.micro_batches), sizes.response)
-        base = model.get_base_model()
-        # Older versions of transformers have the second names only.
-        enable = getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)
-        disable = getattr(base, "activation_checkpointing_disable", base.gradient_checkpointing_disable)
-        model.train()
 
         def step(few: list[Rollout]) -> None:
-            states = score_responses(model, [r.prompt_ids for r in few], [r.response_ids for r in few]).hidden
+            states = student_states(model, few).hidden
             torch.manual_seed(0)
             states.backward(torch.randn_like(states))
             model.zero_grad(set_to_none=True)
 
         for count, recompute in product(sizes.micro_batches, (False, True)):
-            (enable if recompute else disable)()
             few = rollouts[:count]
             lengths = [len(rollout.prompt_ids) + len(rollout.response_ids) for rollout in few]
             passes = 3 if recompute else 2  # the base is frozen: back, only the inputs take a gradient
-            variant = Variant(
-                partial(step, few), [(passes * shape.forward(lengths), 0.0)], {"tokens": sum(lengths)}, memory=True
-            )
-            yield from timed(
-                {"responses": count}, {f"recomputing {'all layers' if recompute else 'nothing'}": variant}, sizes.repeats
-            )
+            work: Work = [(passes * shape.forward(lengths), 0.0)]
+            variant = Variant(partial(step, few), work, {"tokens": sum(lengths)}, memory=True)
+            name = f"recomputing {'all layers' if recompute else 'nothing'}"
+            with recomputing(model.get_base_model(), recompute):
+                yield from timed({"responses": count}, {name: variant}, sizes.repeats)
 
 
 # ---- Whole steps ---------------------------------------------------------------------------------------------------------------
@@ -293,7 +287,6 @@ def step_work(sizes: Sizes, shape: Shape, method: str, teacher_tokens: int, over
     share = wrong / sizes.prompts
     # Tokens of correct responses have one product forward and one back.
     products = tokens * (2 + share * (1 + over * len(sizes.fields)))
-    rows = tokens * (2 + share * (1 + over * len(sizes.fields)))
     return {
         "sampling": [
             (shape.forward([sizes.prompt] * sizes.prompts), 2.0 * shape.in_layers),
@@ -303,6 +296,6 @@ def step_work(sizes: Sizes, shape: Shape, method: str, teacher_tokens: int, over
         "update": [
             ((3 if recompute else 2) * shape.forward([read] * sizes.prompts), 0.0),
             (2.0 * shape.in_head * products, 2.0 * shape.in_head),
-            (0.0, 2.0 * shape.vocabulary * rows),
+            (0.0, 2.0 * shape.vocabulary * products),
         ],
     }
