@@ -114,6 +114,17 @@ HANGING = [
 ]
 
 
+@pytest.mark.parametrize("how", ["raise", "exit", "stop", "generator", "sleep"])
+def test_a_verifier_in_a_thread_that_gives_no_verdict(how):
+    task = Faulty(how)
+    task.at_once = 2
+    guarded = GuardedTask(task, seconds=0.2)
+    bad, good = guarded.examples("train", 2)
+    calls = [(example, guarded.begin("verify", example, "ab")) for example in (bad, bad, bad, good)]
+    verdicts = [guarded.verify(example, "ab", call) for example, call in calls]
+    assert [verdict.failed for verdict in verdicts] == [True, True, True, False] and verdicts[3].correct
+
+
 def test_a_block_that_is_left_before_it_begins_explains_nothing():
     """The time may be up between the two; what a discarded object raises would be an error of pytest here."""
     block = explained("the block")

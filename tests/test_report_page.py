@@ -172,6 +172,9 @@ def test_the_band_of_a_running_mean_by_hand():
     low, high = running_interval(np.array([0.0, 1.0, 0.0]), 3)
     # The middle window: mean 1/3 within squares (1/9, 4/9, 1/9), whose running mean over its own window is 2/9.
     assert 0 <= low[1] <= 1 / 3 <= high[1] <= 1
+    # The first window has two values: mean 2.5 of 2 and 3 within squares (1/4, 0, ...), whose mean over this window is 1/8.
+    low, high = running_interval(np.array([2.0, 3.0, 4.0, -50.0, 50.0]), 3)
+    assert [low[0], high[0]] == pytest.approx([2.5 - 1.959964 * 8**-0.5, 2.5 + 1.959964 * 8**-0.5])
     assert running_interval(np.array([2.0] * 9), 3)[0].tolist() == [2.0] * 9
 
 

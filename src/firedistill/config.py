@@ -471,8 +471,8 @@ class SelfDistillConfig(TrainingArguments):
         shared = SelfDistillConfig.__dataclass_fields__  # a warm start changes defaults, not limits
         for declared in fields(self):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
-            metadata = shared.get(declared.name, declared).metadata
-            choices, limits = metadata.get("choices"), metadata.get("limits", {})
+            own, base = declared.metadata, shared.get(declared.name, declared).metadata
+            choices, limits = own.get("choices") or base.get("choices"), own.get("limits") or base.get("limits", {})
             if value is None and optional:
                 continue
             if choices and value not in choices:

@@ -653,7 +653,7 @@ class SelfDistillTrainer(ResumableTrainer):
             state_dict = state_dict or trained_parameters(self.model)
             self.model.save_pretrained(output_dir, state_dict=state_dict, save_embedding_layers=False)
             self.processing_class.save_pretrained(output_dir)
-            (Path(output_dir) / "README.md").write_text(self.card(), encoding="utf-8")  # in place of peft's template
+            write_text(Path(output_dir) / "README.md", self.card())  # in place of peft's template
 
     def card(self) -> str:
         return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path)

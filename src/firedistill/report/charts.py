@@ -91,7 +91,7 @@ def step_curve(runs: Sequence[Run], key: str, window: int = 1) -> Curve:
 
 
 def running_interval(values: ndarray, width: int) -> tuple[ndarray, ndarray]:
-    """The ends of the 95 % interval of the running mean of values that vary independently, within the range of the values."""
+    """The ends of the 95 % interval of the running mean (`width` odd) of values that vary independently, within the values."""
     if not len(values):
         return values, values
     mean, at = running_mean(values, width), np.arange(len(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,8 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
         bands = [f"{', '.join(c.title for c in of)}: {text}" if len(kinds) > 1 else text for text, of in kinds.items()]
         thinned = [THINNED] if any(curve.thinned for curve in curves) else []
         title = literal(study.title if several else study.settings[0].title)
-        figure.suptitle("\n".join([title, *bands, *thinned]), fontsize=9)
+        characters = int(figure.get_figwidth() / 0.07)  # at this font size
+        figure.suptitle("\n".join(textwrap.fill(line, characters) for line in [title, *bands, *thinned]), fontsize=9)
         add_legend(figure)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 

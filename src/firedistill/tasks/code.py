@@ -324,7 +324,7 @@ def _call_test(item: Mapping[str, Any], entry_point: str, where: str) -> UnitTes
         for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
             ast.literal_eval(argument)  # Infinity and NaN, which are no JSON, would be names here
     except (SyntaxError, ValueError, AttributeError) as error:
-        raise DataError(f"{where}: {text[:80]} is not a call whose arguments are JSON values") from error
+        raise DataError(f"{where}: {text[:80]} is not a call whose arguments are JSON values: {error}") from error
     return UnitTest(Snippet("eval", text), expected=item["expect"], json=True)
 
 

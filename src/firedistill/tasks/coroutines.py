@@ -7,6 +7,7 @@ They share the process with the trainer and must leave its settings alone: the w
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -58,10 +59,12 @@ async def in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     def run() -> None:
         try:
             found.set_result(function(*arguments))
+        except (SystemExit, KeyboardInterrupt, StopIteration) as error:  # which would end the loop, or be lost in it
+            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=run, name="task", daemon=True).start()
+    threading.Thread(target=contextvars.copy_context().run, args=(run,), name="task", daemon=True).start()
     return await asyncio.wrap_future(found)
 
 

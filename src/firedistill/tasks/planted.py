@@ -30,7 +30,8 @@ class Planted(Task):
         task: the task.
 
     Raises:
-        ValueError: the kind or the rate is unknown, or unit tests judge the task, so that it has no answer to be wrong about.
+        ValueError: the kind or the rate is unknown, or unit tests judge the task, so that it has no answer to be wrong about; or its
+            `feedback` is a coroutine.
     """
 
     def __init__(self, kind: str, rate: float, task: Task):

@@ -57,7 +57,8 @@ class Task:
         checker_mode: the comparison of answers that the feedback names.
         final_marker: the start of the final-answer line; empty if the task has no such line.
         format_instruction: tells the student how to write the answer.
-        at_once: the number of threads that may call plain `verify` and `feedback` at the same time; 1: only the main thread calls them.
+        at_once: the number of threads that may call plain `verify` and `feedback` at the same time; 1: only the main thread calls
+            them. A call that is past its time limit no longer counts.
         hub_id, hub_config, hub_revision: arguments of `datasets.load_dataset`.
         folder: the sub-folder of `data_dir` that may hold local copies; `name` if None.
         train_split, eval_split, other_splits: published splits, see above.

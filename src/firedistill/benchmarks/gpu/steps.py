@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.benchmarks import harness
-from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, random_model, trainer_of, wrong_rollouts
+from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, MeasuredTrainer, random_model, trainer_of, wrong_rollouts
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.benchmarks.parts import Skipped
@@ -27,6 +27,7 @@ from firedistill.footprint import recomputing
 from firedistill.ops.fire_head import is_compiled
 from firedistill.prompts import View, student_messages
 from firedistill.rollout import Rollout, Sampling
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import fusable_layers
 
 FIRE, FULL_CONTEXT = "fire", "full_context"
@@ -247,12 +248,7 @@ def steps_of(
             "head_compiled": is_compiled(torch.device(setting.device), torch.float32),
         }
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
-        engine: Any = trainer.rollout_engine
-        merged = bool(trainer.args.merge_adapter)
-        fused = len(fusable_layers(trainer.model)) if merged and engine.fuse_layers else 0
-        sampled = {"merged": merged, "fused_layers": fused}
-        if setting.is_gpu and engine.decoder is not None:
-            sampled["captured"] = engine.decoder.captures
+        sampled = ways_of_sampling(trainer)
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
     reserved = {"reserved_mib": torch.cuda.max_memory_reserved() / harness.MIB} if setting.is_gpu else {}
@@ -276,6 +272,19 @@ def steps_of(
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
         yield row_of(case, phase, seconds, work=of_phase, **more)
+
+
+def ways_of_sampling(trainer: MeasuredTrainer) -> dict[str, Any]:
+    """Whether the package's engine merges the adapter, how many layers it fuses, and on a GPU whether it replays graphs."""
+    engine = trainer.rollout_engine
+    if not isinstance(engine, HFRolloutEngine):
+        return {}
+    merges = bool(trainer.args.merge_adapter)
+    found = {
+        "merges_adapter": merges,
+        "fused_layers": len(fusable_layers(trainer.model)) if merges and engine.fuse_layers else 0,
+    }
+    return found if engine.decoder is None else found | {"captured": engine.decoder.captures}
 
 
 def step_work(sizes: Sizes, shape: Shape, method: str, teacher_tokens: int, over: float, recompute: bool) -> dict[str, Work]:
