@@ -120,7 +120,7 @@ def rates(theme: str) -> Any:
     """Every method at the rates that all have."""
     table = at_rates(read_rows("study-rates"))
     rows = [(METHODS[method], {"method": method}, method) for method in table["method"].unique()]
-    return dots(table, rows, RATES, 4.5, theme)
+    return dots(table, rows, RATES, 5.5, theme)
 
 
 def steps(theme: str) -> Any:
