@@ -24,7 +24,7 @@ import firedistill.cli.main
 from chat_server import serving
 from firedistill import SelfDistillConfig, SelfDistillTrainer, load_task
 from firedistill.cli.arguments import parse_suite
-from firedistill.cli.main import COMMANDS, main
+from firedistill.cli.main import COMMANDS, PRINTING_OPTIONS, main
 from firedistill.cli.names import OF_TRL
 from firedistill.cli.suite import planned
 from firedistill.config import SelfDistillConfig as Config
@@ -479,6 +479,7 @@ def test_an_option_that_is_gone_is_noticed(desk, capsys):
 @pytest.mark.parametrize("page", PAGES)
 def test_options_in_the_text_exist(page, capsys):
     known = {f.name for kind in (Config, WarmStartConfig) for f in fields(kind) if f.init}
+    known |= {name.lstrip("-").replace("-", "_") for name in PRINTING_OPTIONS}
     for command in COMMANDS:
         known |= {name.replace("-", "_") for name in re.findall(r"--([a-z][\w-]*)", help_of(command, capsys))}
     known |= set(re.findall(r'"--(\w+)"', text_of("tests/kill_test.py")))
