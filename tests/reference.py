@@ -19,8 +19,8 @@ def softmax(logits: list[mpf]) -> list[mpf]:
 
 def log_softmax(logits: list[mpf]) -> list[mpf]:
     top = max(logits)
-    normaliser = top + mp.log(mp.fsum([mp.exp(z - top) for z in logits]))
-    return [z - normaliser for z in logits]
+    normalizer = top + mp.log(mp.fsum([mp.exp(z - top) for z in logits]))
+    return [z - normalizer for z in logits]
 
 
 def gradient(p: list[mpf], log_q: list[mpf]) -> list[mpf]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from firedistill.tasks.answers import choices, numbers
 from firedistill.tasks.answers.choices import choice_answer, lenient_choice_correct
 from firedistill.tasks.answers.numbers import (
-    count_normalised,
+    count_normalized,
     count_numbers,
     find_numbers,
     lenient_numeric_correct,
@@ -595,9 +595,9 @@ def test_several_values_round_trip(values):
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.one_of(st.text(max_size=40), PIECES))
-def test_a_normalised_number_is_canonical(text):
+def test_a_normalized_number_is_canonical(text):
     gold = numeric_gold(text)
-    assert count_normalised(gold) != 1 or numeric_gold(gold) == gold
+    assert count_normalized(gold) != 1 or numeric_gold(gold) == gold
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def uniform_towards(*divergences) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros(len(share), 2, dtype=torch.float64), torch.stack([share, 1 - share], -1).log()
 
 
-def generalised_jensen_shannon(log_p, log_q, alpha):
+def generalized_jensen_shannon(log_p, log_q, alpha):
     if alpha in (0, 1):
         first, second = (log_p, log_q) if alpha == 1 else (log_q, log_p)
         return (first.exp() * (first - second)).sum(-1)
@@ -125,9 +125,9 @@ def test_divergences_equal_the_literal_family_and_jensen_shannon_is_at_most_log_
     generator = torch.Generator().manual_seed(seed)
     z, zq = (random_logits(generator, 4, 9, spread=spread) for _ in range(2))
     p, q = literal.log_p(z), literal.log_p(zq)
-    torch.testing.assert_close(reverse_kl(z, zq), generalised_jensen_shannon(p, q, 1), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(forward_kl(z, zq), generalised_jensen_shannon(p, q, 0), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(jensen_shannon(p, q), generalised_jensen_shannon(p, q, 0.5), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(reverse_kl(z, zq), generalized_jensen_shannon(p, q, 1), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(forward_kl(z, zq), generalized_jensen_shannon(p, q, 0), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(jensen_shannon(p, q), generalized_jensen_shannon(p, q, 0.5), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(jensen_shannon(p, q), jensen_shannon(q, p))
     assert (reverse_kl(z, zq) >= 0).all() and (forward_kl(z, zq) >= 0).all()
     assert (jensen_shannon(p, q) >= 0).all() and (jensen_shannon(p, q) <= math.log(2)).all()

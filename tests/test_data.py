@@ -82,8 +82,8 @@ def test_every_kind_of_file_gives_the_same_split(kind, tmp_path):
 
 
 def test_near_misses_change_the_answer_and_not_its_marker():
-    right, _, emphasised, both, wrong, _ = near_misses(load_task("wic"), Example("u", "q", "A", labels=("A", "B")))
-    assert [right, emphasised, both, wrong] == ["Answer: A", "Answer: **A**", "Answer: A or B", "Answer: B"]
+    right, _, emphasized, both, wrong, _ = near_misses(load_task("wic"), Example("u", "q", "A", labels=("A", "B")))
+    assert [right, emphasized, both, wrong] == ["Answer: A", "Answer: **A**", "Answer: A or B", "Answer: B"]
 
 
 def test_the_split_does_not_depend_on_seed_or_order_of_rows_and_keeps_repeated_questions_together(caplog):

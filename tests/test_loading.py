@@ -714,7 +714,7 @@ def test_the_order_of_target_modules_is_fixed(base_and_adapter, tmp_path):
 
 
 def write_gguf(file, model, tokenizer, pre="qwen2", tokenizer_model="gpt2", template=TEMPLATE):
-    """A qwen2 GGUF of a tiny model, with the traps of real files: padding rows, pad equal to eos, two quantised copies
+    """A qwen2 GGUF of a tiny model, with the traps of real files: padding rows, pad equal to eos, two quantized copies
     of one embedding (the coarser one as the input embedding)."""
     gguf = pytest.importorskip("gguf", reason="reading GGUF files needs the gguf package")
     config = model.config
@@ -830,7 +830,7 @@ def test_gguf_embeddings_trained_separately_stay_separate():
     assert not model.config.tie_word_embeddings
 
 
-def test_qwen_text_is_normalised(tmp_path, cache):
+def test_qwen_text_is_normalized(tmp_path, cache):
     file = write_gguf(tmp_path / "tiny.gguf", tiny_model(), tiny_tokenizer())
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(file))
     assert tokenizer("e\u0301").input_ids == tokenizer("é").input_ids  # NFC, which is not in the file

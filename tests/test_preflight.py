@@ -202,13 +202,13 @@ def with_layers(kind):
     return change
 
 
-def test_gradients_through_quantised_weights(model, tmp_path):
+def test_gradients_through_quantized_weights(model, tmp_path):
     texts = found(model, tmp_path, change=with_layers(Honest))
     assert any("gradient differs by 0.0%" in text for text in texts["note"]) and not texts["error"]
     text = only(found(model, tmp_path, change=with_layers(Lying)), "error")
     assert "quantization: the adapter's gradient differs by" in text and "train without --quantization" in text
     text = only(found(model, tmp_path, change=with_layers(Broken)), "error")
-    assert "no gradient passes through the quantised weights: shape" in text
+    assert "no gradient passes through the quantized weights: shape" in text
 
 
 def test_the_check_of_gradients_changes_nothing(model, tmp_path):

@@ -67,7 +67,7 @@ def test_a_text_full_of_special_tokens_takes_linear_time():
     assert len(ids) == len(text) and not {0, 1, 2} & set(ids)
 
 
-def test_plain_text_is_tokenised_as_the_chat_template_would():
+def test_plain_text_is_tokenized_as_the_chat_template_would():
     tokenizer = byte_tokenizer()
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "  hello\n"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -35,7 +35,7 @@ from firedistill.rollouts import fixed
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
-from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, candidates, choose_tokens, penalise_repetition
+from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, candidates, choose_tokens, penalize_repetition
 from firedistill.teacher.ema import EMAWeights
 from tiny import byte_tokenizer, enable_checkpointing, random_model
 
@@ -95,7 +95,7 @@ def test_greedy_equals_generate(kind, stops):
 
 @pytest.mark.parametrize("penalty", [1.3, 0.7])
 def test_greedy_with_repetition_penalty(penalty):
-    """Without padding, which `generate` would penalise as if it were part of the prompt."""
+    """Without padding, which `generate` would penalize as if it were part of the prompt."""
     model, tokenizer = random_model(), byte_tokenizer()
     prompts = [[5, 6, 7, 8, 0], [10, 11, 12, 10, 9], [40] * 5]
     sampling = Sampling(temperature=0.0, max_new_tokens=30, repetition_penalty=penalty)
@@ -104,7 +104,7 @@ def test_greedy_with_repetition_penalty(penalty):
     plain = HFRolloutEngine(model, tokenizer).generate(prompts, Sampling(temperature=0.0, max_new_tokens=30), seed=0)
     assert plain != found
     ragged = HFRolloutEngine(model, tokenizer).generate([*prompts, list(range(20, 60))], sampling, seed=0)
-    assert ragged[:3] == found, "padding is not penalised"
+    assert ragged[:3] == found, "padding is not penalized"
 
 
 def test_a_response_depends_on_neither_batch_nor_batch_size():
@@ -307,7 +307,7 @@ def test_the_repetition_penalty_is_that_of_the_processor():
     seen = torch.zeros(12, 700, dtype=torch.bool).scatter_(-1, ids, True)
     for penalty in (1.2, 0.8):
         expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, scores.clone())
-        torch.testing.assert_close(penalise_repetition(scores, seen, penalty), expected, rtol=0, atol=0)
+        torch.testing.assert_close(penalize_repetition(scores, seen, penalty), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("top_p, top_k", [(1.0, 0), (0.9, 0), (0.9, 30), (1.0, 4)])
@@ -407,7 +407,7 @@ def test_training_continues_after_merging():
 
 
 def test_what_cannot_be_merged_runs_unmerged():
-    """Here DoRA; quantised layers are of other classes than the plain one, too."""
+    """Here DoRA; quantized layers are of other classes than the plain one, too."""
     config = LoraConfig(r=4, target_modules=["q_proj"], use_dora=True, init_lora_weights=False)
     model = get_peft_model(random_model(), config)
     assert mergeable_layers(model) == [] and merged_bytes(model) == 0

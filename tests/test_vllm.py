@@ -675,8 +675,8 @@ class TestRealEngine:
             logits = engine.model(torch.tensor([prompt])).logits[0, -1].double()
         seen = torch.zeros_like(logits, dtype=torch.bool)
         seen[prompt] = True
-        penalised = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-        probs = (torch.where(seen, penalised, logits) / sampling.temperature).softmax(-1)
+        penalized = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        probs = (torch.where(seen, penalized, logits) / sampling.temperature).softmax(-1)
         order = probs.argsort(descending=True)
         before = probs[order].cumsum(0) - probs[order]
         kept = (before < sampling.top_p) & (torch.arange(len(probs)) < (sampling.top_k or len(probs)))

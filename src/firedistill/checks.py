@@ -494,21 +494,21 @@ def check_adapter(setup: Setup) -> Iterator[Finding]:
 
 
 def check_gradient(setup: Setup) -> Iterator[Finding]:
-    """Gradients pass through quantised weights as through the weights that they stand for, after an evaluation too."""
+    """Gradients pass through quantized weights as through the weights that they stand for, after an evaluation too."""
     model = setup.model
     if not (quantized_layers(model) and any(p.requires_grad for p in model.parameters())):
         return
     tokens = torch.arange(32, device=next(model.parameters()).device)[None] % unwrap(model).config.get_text_config().vocab_size
-    fix = "train without --quantization, or with another version of the package that quantises"
+    fix = "train without --quantization, or with another version of the package that quantizes"
     try:
         with explained_memory(LOADING):
             difference = gradient_difference(model, tokens)
     except RuntimeError as error:
         yield Finding(
-            "error", "quantization", f"no gradient passes through the quantised weights: {' '.join(str(error).split())}", fix
+            "error", "quantization", f"no gradient passes through the quantized weights: {' '.join(str(error).split())}", fix
         )
         return
-    text = f"the adapter's gradient differs by {difference:.1%} from its gradient through dequantised weights"
+    text = f"the adapter's gradient differs by {difference:.1%} from its gradient through dequantized weights"
     if difference > TOLERATED_DIFFERENCE:
         yield Finding("error", "quantization", f"{text}, so that training would be wrong on this machine", fix)
     else:

@@ -58,7 +58,7 @@ data_setting = partial(option, "Your own data")
 method_setting = partial(option, "Method")
 rollout_setting = partial(option, "Rollouts")
 model_setting = partial(option, "Model and adapter")
-optimisation_setting = partial(option, "Optimisation")
+optimization_setting = partial(option, "Optimization")
 run_setting = partial(option, "Evaluation and the run directory")
 inherited_setting = partial(option, None)
 
@@ -70,7 +70,8 @@ RUN_FOLDER = "runs/{model}-{task}-{method}-lr{learning_rate}-seed{seed}"
 class SelfDistillConfig(TrainingArguments):
     """Settings of `SelfDistillTrainer`: the fields below, and every field of `transformers.TrainingArguments`.
 
-    The defaults are the paper's shared settings. The names are also the keys of a YAML recipe.
+    The defaults are the paper's settings for Qwen2.5-1.5B on GSM8K (appendix "Hyperparameter Settings"), except for model, task,
+    `train_size` and what the device decides. The names are also the keys of a YAML recipe.
 
     Raises:
         ValueError: an invalid value; the message names the option and what was expected.
@@ -175,12 +176,12 @@ class SelfDistillConfig(TrainingArguments):
     )
     attribution_views: int | None = method_setting(
         16,
-        "Views without a field, or group, that the teacher reads of a response. Where there are more fields and groups, neighbouring "
-        "ones are removed together; 'none' removes each alone.",
+        "Largest number of views without a field, or group, per response. If a response has more fields and groups, neighbouring ones "
+        "are removed together; 'none': no limit.",
         above=0,
     )
     log_prob_floor: float | None = method_setting(
-        math.log(1e-10), "Floor on normalised teacher log-probabilities (natural log); 'none' disables it.", below=0
+        math.log(1e-10), "Floor on normalized teacher log-probabilities (natural log); 'none' disables it.", below=0
     )
     score_temperature: float = method_setting(1.0, "Temperature of the student and teacher distributions in the loss.", above=0)
     drop_unfinished_rollouts: bool = method_setting(
@@ -286,33 +287,34 @@ class SelfDistillConfig(TrainingArguments):
         above=0,
     )
 
-    # --- Optimisation
-    max_steps: int = optimisation_setting(200, "Optimizer steps.", above=0)
-    learning_rate: float = optimisation_setting(4e-6, "Peak learning rate.", above=0)
-    warmup_steps: float = optimisation_setting(25, "Steps of linear warm-up; below 1, a fraction of all steps.", at_least=0)
-    lr_scheduler_type: str = optimisation_setting(
+    # --- Optimization
+    max_steps: int = optimization_setting(200, "Optimizer steps.", above=0)
+    learning_rate: float = optimization_setting(4e-6, "Peak learning rate.", above=0)
+    warmup_steps: float = optimization_setting(25, "Steps of linear warm-up; below 1, a fraction of all steps.", at_least=0)
+    lr_scheduler_type: str = optimization_setting(
         "cosine", "Schedule after the warm-up: 'cosine' or 'constant'.", choices=("cosine", "constant")
     )
-    per_device_train_batch_size: int = optimisation_setting(
+    per_device_train_batch_size: int = optimization_setting(
         8, "Prompts per micro-batch and device, with all their responses; times the next option: prompts per step.", above=0
     )
-    gradient_accumulation_steps: int = optimisation_setting(
+    gradient_accumulation_steps: int = optimization_setting(
         1, "Micro-batches per optimizer step. How prompts are split changes memory, not the result.", above=0
     )
-    weight_decay: float = optimisation_setting(0.01, "AdamW weight decay.", at_least=0)
-    adam_beta2: float = optimisation_setting(0.95, "AdamW beta 2.", at_least=0, below=1)
-    max_grad_norm: float = optimisation_setting(1.0, "Clip gradients to this norm; 0 disables clipping.", at_least=0)
-    policy_step_radius: float | None = optimisation_setting(
+    weight_decay: float = optimization_setting(0.01, "AdamW weight decay.", at_least=0)
+    adam_beta2: float = optimization_setting(0.95, "AdamW beta 2.", at_least=0, below=1)
+    max_grad_norm: float = optimization_setting(1.0, "Clip gradients to this norm; 0 disables clipping.", at_least=0)
+    policy_step_radius: float | None = optimization_setting(
         None,
         "Shorten an update whose mean KL(before || after) on the step's tokens exceeds this, in nats per token. Not in the paper.",
         above=0,
     )
-    deterministic: bool = optimisation_setting(
+    deterministic: bool = optimization_setting(
         False,
-        "Use PyTorch's deterministic algorithms: slower, and equal runs on equal GPUs. Runs on CPUs always are.",
+        "Use PyTorch's deterministic algorithms (slower), so that equal runs on equal GPUs give equal results. On one CPU, they do so "
+        "without it.",
         effect="rounding",
     )
-    seed: int = optimisation_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
+    seed: int = optimization_setting(0, "Random seed of data order, adapter and sampling.", at_least=0, below=2**32)
 
     # --- Evaluation and the run directory
     output_dir: str | None = run_setting(
@@ -616,6 +618,7 @@ class SelfDistillConfig(TrainingArguments):
 
     @property
     def budget(self) -> TokenBudget:
+        """Limits of prompt, feedback and context, in tokens."""
         return TokenBudget(self.max_prompt_tokens, self.max_feedback_tokens, self.max_context_tokens)
 
     @property
@@ -654,9 +657,9 @@ class WarmStartConfig(SelfDistillConfig):
     """The settings of a training run with the defaults of a warm start."""
 
     method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
-    max_steps: int = optimisation_setting(100, "Optimizer steps.")
-    learning_rate: float = optimisation_setting(1e-3, "Peak learning rate.")
-    warmup_steps: float = optimisation_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
+    max_steps: int = optimization_setting(100, "Optimizer steps.")
+    learning_rate: float = optimization_setting(1e-3, "Peak learning rate.")
+    warmup_steps: float = optimization_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
     eval_steps: float | None = run_setting(
         0, "Evaluate every N steps (0: never in between), and always before the first and after the last."
     )

@@ -1,6 +1,6 @@
 """Student prompts, teacher prompts and teacher views, as token ids (paper, appendix "Prompt and Feedback Templates").
 
-Text that comes from a model or a dataset is data: a special token that is spelled out in it (`<|im_end|>`) is tokenised as
+Text that comes from a model or a dataset is data: a special token that is spelled out in it (`<|im_end|>`) is tokenized as
 ordinary characters and can neither end a turn nor open one.
 """
 
@@ -133,7 +133,7 @@ class PromptEncoder:
     def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.
 
-        Tokenised on their own, the pieces hold no such token.
+        Tokenized on their own, the pieces hold no such token.
         """
         pieces, open_piece = [], ""
         for is_content, text in segments:

@@ -231,9 +231,11 @@ def load_setup(
         other = cast(Task, GuardedTask(load_task(name), args.task_timeout))
         also[name] = other, held_out(other, args, "eval")
         if not also[name][1]:
-            raise ValueError(f"eval_also names {name!r}, which has no held-out problems")
+            raise ValueError(f"eval_also names {name!r}, which has no held-out problems: leave it out")
     if train and not train_examples:
-        raise ValueError(f"task {task.name!r} has no training examples")
+        raise ValueError(
+            f"task {task.name!r} has no training examples: its split 'train' is empty; add problems or name another task"
+        )
     if not eval_examples:
         args.eval_strategy, args.eval_on_start = "no", False
     if not train and args.device.type == "cuda" and args.quantization is None:

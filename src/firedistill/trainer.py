@@ -491,7 +491,11 @@ class SelfDistillTrainer(ResumableTrainer):
     def evaluate(  # type: ignore[override]
         self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ):
-        """Accuracy on the held-out examples; writes a row of `evals.jsonl`."""
+        """Evaluate on the held-out examples, or on `eval_dataset`; writes a row of `evals.jsonl`.
+
+        Returns:
+            The columns of the row with the prefix `eval_` (docs/run-directory.md); shares are in [0, 1].
+        """
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()
         examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
@@ -574,6 +578,16 @@ class SelfDistillTrainer(ResumableTrainer):
                 True requires one; a path names one; False starts over and replaces the run.
             allow_changes: settings that may differ from those of the checkpoint, by name.
             preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
+
+        Returns:
+            `transformers.trainer_utils.TrainOutput`.
+
+        Raises:
+            CheckpointError (a ValueError): no complete checkpoint, or one of another run; lists what differs.
+            RunDirectoryError (a ValueError): another process trains in the run directory, or it holds other files.
+            OutOfMemory (a ValueError): the smallest batch does not fit; names the options to change.
+            RolloutError, JudgeError (OSErrors): vLLM or the judge failed; the run resumes from its last checkpoint.
+            ValueError: weights or optimizer state are not finite after a step.
         """
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):

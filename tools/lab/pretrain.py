@@ -102,7 +102,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Frequent phrases are single tokens, which makes the fixed wording of prompts and feedback short. A phrase lies between digits,
-# capitalised words and line breaks; a line break includes the signs after it (`\n#### `).
+# capitalized words and line breaks; a line break includes the signs after it (`\n#### `).
 PHRASES = r"\p{N}|\p{Lu}\p{L}*|\n+[^\p{L}\p{N}\n]*|[^\p{N}\p{Lu}\n]+"
 CONTEXT = 2048
 

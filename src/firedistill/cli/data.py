@@ -229,8 +229,8 @@ def near_misses(task: Task, example: Example) -> list[str]:
     line = (example.solution or "").rpartition("\n")[2] or gold
     stated = line if task.final_marker and line.startswith(task.final_marker) else f"{task.final_marker} {gold}".strip()
     other, (before, found, after) = another(example), stated.rpartition(gold)
-    emphasised, wrong = (f"{before}{text}{after}" if found else stated for text in (f"**{gold}**", other))
-    responses = [stated, f"The answer is {gold}.", emphasised, f"{stated} or {other}", wrong, ""]
+    emphasized, wrong = (f"{before}{text}{after}" if found else stated for text in (f"**{gold}**", other))
+    responses = [stated, f"The answer is {gold}.", emphasized, f"{stated} or {other}", wrong, ""]
     return list(dict.fromkeys(responses))
 
 

@@ -1,7 +1,7 @@
 """Convert GGUF files, once, to ordinary checkpoints in a cache.
 
-transformers dequantises the weights. The tokenizer is rebuilt here: a GGUF file only names how text is split before the
-merges apply, and transformers splits `smollm` text as GPT-2 does and omits the NFC normalisation of `qwen2`, both of which
+transformers dequantizes the weights. The tokenizer is rebuilt here: a GGUF file only names how text is split before the
+merges apply, and transformers splits `smollm` text as GPT-2 does and omits the NFC normalization of `qwen2`, both of which
 give token ids that the model never saw in training.
 """
 
@@ -151,9 +151,9 @@ def _convert(file: Path, folder: Path) -> None:
 
 @torch.no_grad()
 def _tie_twin_embeddings(model: PreTrainedModel, sizes: dict[str, int]) -> None:
-    """Share one matrix between embedding and head if the file holds two quantised copies of it.
+    """Share one matrix between embedding and head if the file holds two quantized copies of it.
 
-    Small Qwen models tie the two, but some converters write both, quantised differently. Sharing the finer copy saves memory
+    Small Qwen models tie the two, but some converters write both, quantized differently. Sharing the finer copy saves memory
     and gives the embedding its precision. `sizes` holds the bytes of each tensor in the file.
     """
     if model.config.tie_word_embeddings:

@@ -95,7 +95,7 @@ def load_model_and_tokenizer(
     Args:
         name: see `resolve_model`.
         dtype: "bfloat16" or "float32", the type of the base weights. A converted GGUF file is stored in bfloat16.
-        quantization: "nf4" keeps the linear layers in 4 bits (NF4, double quantisation; needs `bitsandbytes`).
+        quantization: "nf4" keeps the linear layers in 4 bits (NF4, double quantization; needs `bitsandbytes`).
         attn_implementation: passed to transformers ("sdpa", "eager", "flash_attention_2", ...); None is its default.
         revision: branch, tag or commit on the hub; ignored for folders.
         distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.

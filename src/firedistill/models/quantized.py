@@ -1,4 +1,4 @@
-"""Quantised base weights: gradients must pass through them as through the weights that they stand for."""
+"""Quantized base weights: gradients must pass through them as through the weights that they stand for."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def quantized_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def gradient_difference(model: PeftModel, input_ids: Tensor) -> float:
-    """How far the adapter's gradient, after an evaluation, is from its gradient through dequantised weights.
+    """How far the adapter's gradient, after an evaluation, is from its gradient through dequantized weights.
 
     Args:
         input_ids: `[1, T]`, a text.
 
     Returns:
-        The norm of the difference, relative to the gradient through dequantised weights; infinite if a gradient is not finite.
+        The norm of the difference, relative to the gradient through dequantized weights; infinite if a gradient is not finite.
     """
     with inference_mode(model):
         with ExitStack() as dequantized:
@@ -76,7 +76,7 @@ def _gradient(model: PeftModel, input_ids: Tensor) -> Tensor:
 
 @contextmanager
 def _dequantized(layer: Any) -> Iterator[None]:
-    """Let a quantised layer compute with its dequantised weight."""
+    """Let a quantized layer compute with its dequantized weight."""
     previous = vars(layer).get("forward")  # accelerate sets one on some modules
     layer.forward = lambda states: _DequantizedLinear.apply(states, layer)
     try:
@@ -88,7 +88,7 @@ def _dequantized(layer: Any) -> Iterator[None]:
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """`x W^T + b` with a weight that is dequantised in each direction, so that one layer at a time is in memory."""
+    """`x W^T + b` with a weight that is dequantized in each direction, so that one layer at a time is in memory."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: Any) -> Tensor:

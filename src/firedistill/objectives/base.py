@@ -104,7 +104,10 @@ class Objective:
         return [list(prompts)]
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        """The micro-batch's share of the loss of its update, and diagnostics: shares of all micro-batches and processes add up."""
+        """The micro-batch's share of the loss of its update (a differentiable scalar), and diagnostics.
+
+        The shares of all micro-batches and processes add up.
+        """
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:

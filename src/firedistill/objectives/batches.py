@@ -67,6 +67,8 @@ class Step:
 class MicroBatch:
     """Trained rollouts that share a forward and backward pass: what `Objective.loss` reads.
 
+    M is the number of response tokens of the micro-batch, T that of one response, C that of one chunk, V the vocabulary.
+
     Attributes:
         rollouts: in the order of `student`.
         prepared: what `Objective.prepare` returned for each of them.
@@ -77,7 +79,7 @@ class MicroBatch:
             left out of training.
         prompts: the prompts that they answer.
         progress: as in `Step`.
-        step_scale: `s = max(1, a_k / a_0)` of the step.
+        step_scale: `s = max(1, a_k / a_0)` of the step, or the option `step_scale`.
         log_prob_floor: floor on normalized teacher log-probabilities, or None.
     """
 
@@ -108,12 +110,12 @@ class MicroBatch:
         return replace(self, rollouts=rollouts, prepared=prepared, student=self.student.select(indices))
 
     def token_ids(self) -> Tensor:
-        """Sampled tokens, end to end; `[M]`."""
+        """Sampled tokens, end to end; `[M]` int64."""
         ids = [token for rollout in self.rollouts for token in rollout.response_ids]
         return torch.tensor(ids, dtype=torch.long, device=self.student.hidden.device)
 
     def per_token(self, values: Sequence[float | Tensor]) -> Tensor:
-        """One value per rollout, a number (repeated for each of its tokens) or a `[T]` tensor, end to end; `[M]`."""
+        """One value per rollout, a number (repeated for each of its tokens) or a `[T]` tensor, end to end; `[M]`, at least float32."""
         dtype = torch.promote_types(self.student.hidden.dtype, torch.float32)
         parts = [
             torch.as_tensor(value, dtype=dtype).expand(len(rollout.response_ids))
@@ -166,7 +168,11 @@ def frozen_states(model: nn.Module, rollouts: Sequence[Rollout], limit: BatchLim
 
 
 def sampled_log_probs(head: Head, states: ResponseStates, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Log-probabilities of the sampled tokens at temperature 1 over the whole vocabulary; one `[T]` CPU tensor per rollout."""
+    """Log-probabilities of the sampled tokens under `head`, at its temperature, over the whole vocabulary.
+
+    Returns:
+        One `[T]` CPU tensor per rollout: float32, or float64 for a float64 head.
+    """
     ids = torch.tensor([token for r in rollouts for token in r.response_ids], dtype=torch.long, device=states.hidden.device)
 
     def log_probs(logits: Tensor, chunk: slice) -> Tensor:

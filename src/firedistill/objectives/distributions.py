@@ -1,7 +1,7 @@
 """Distributions over the vocabulary and the logit gradients that targets induce, without cancellation.
 
-Every function takes `[..., V]` logits of any leading shape in float32 or float64 and returns the same dtype. A target may be
-log-probabilities or logits: a constant added to all tokens changes nothing.
+Every function takes `[..., V]` logits of any leading shape in float32 or float64 and returns the same dtype; another
+dtype raises TypeError. A target may be log-probabilities or logits: a constant added to all tokens changes nothing.
 
 Two rules keep small numbers accurate. Log-ratios are shifted to be exactly 0 at the student's most likely token, `top`, because a
 nearly deterministic student has `1 - p_top` far below the rounding error of `p_top`. And `1 - p_top` is the sum of the other
@@ -90,7 +90,7 @@ def fisher_radius(student_logits: Tensor, step_scale: float = 1.0) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats; `[...]`."""
+    """Entropy in nats of `[..., V]` logits; `[...]`, differentiable once."""
     log_probs = log_softmax(finite_logits(logits))
     return -(log_probs.exp() * log_probs).sum(-1)
 
@@ -115,10 +115,12 @@ def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Jensen-Shannon divergence of two distributions in nats, at most log 2; `[...]`, detached.
 
     Args:
-        log_p, log_q: `[..., V]` normalised log-probabilities; minus infinity is allowed.
+        log_p, log_q: `[..., V]` normalized log-probabilities; minus infinity is allowed.
     """
     # With u = (log p - log q) / 2 a token adds (p + q) / 2 * (u tanh u - log cosh u), which is never negative: nothing cancels
     # between tokens. Near 0 and far from 0 the bracket is arranged so that nothing cancels within it either.
+    if log_p.dtype not in LARGEST_LOG_RATIO:
+        raise TypeError(f"log_p must be float32 or float64, not {log_p.dtype}; call .float() on it first")
     largest = LARGEST_LOG_RATIO[log_p.dtype]
     log_p, log_q = (log_probs.detach().clamp(min=-largest) for log_probs in (log_p, log_q))
     u = ((log_p - log_q) / 2).abs()

@@ -48,8 +48,8 @@ class FireTarget:
         log_probs: `[..., V]`, log q_FIRE.
         rho: `[...]`, the radius.
         energy: `[...]`, E_c, squared norm of the gradient that the full teacher asks for.
-        field_energy: `[B, ...]`, E_j, squared norm of the change when field j is removed.
-        chi: `[...]`, the excess-energy gate in [0, 1).
+        field_energy: `[B, ...]`, E_j, squared norm of the change when field j is removed. B is 0 without attribution.
+        chi: `[...]`, the excess-energy gate (eq. fire_evidence), in [0, 1); rounding can make it 1.
         alpha: `[B+1, ...]`, weight of the full teacher, then of the teacher without field j.
         eta: `[...]`, the radial contraction in (0, 1].
         loss: `[...]`, KL(p || q_FIRE).
@@ -88,6 +88,7 @@ def fire_target(
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
 
     Raises:
+        TypeError: logits that are neither float32 nor float64.
         ValueError: attribution without `loo_logits`, a step scale below 1, or shapes that do not fit.
     """
     if attribution and loo_logits is None:
@@ -157,8 +158,8 @@ def floored(logits: Tensor, log_prob_floor: float | None) -> Tensor:
     logits = finite_logits(logits)
     if log_prob_floor is None:
         return logits
-    normaliser = logits.amax(-1, keepdim=True) - log_softmax(logits).amax(-1, keepdim=True)
-    return torch.maximum(logits, normaliser + log_prob_floor)
+    normalizer = logits.amax(-1, keepdim=True) - log_softmax(logits).amax(-1, keepdim=True)
+    return torch.maximum(logits, normalizer + log_prob_floor)
 
 
 @torch.no_grad()
@@ -192,6 +193,7 @@ def field_influence(
     Args:
         student_logits, teacher_logits: `[..., V]`.
         loo_logits: `[B, ..., V]`.
+        log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         measure: half the L1 norm, as the authors' code has it, or the influence energy E_j, the squared L2 norm
             (eq. fire_gradient_energies).
     """
@@ -224,11 +226,15 @@ def excised_target(
     Returns:
         Log-probabilities `[..., T, V]` of the chosen leave-one-out view, used at every token of its response, and the removed
         field `[...]` of each response (the first one on ties).
+
+    Raises:
+        ValueError: shapes that do not fit, or no leave-one-out view.
     """
-    if len(loo_logits) == 0 or loo_logits.shape[1:] != teacher_logits.shape or mask.shape != teacher_logits.shape[:-1]:
+    shape = teacher_logits.shape
+    if len(loo_logits) == 0 or student_logits.shape != shape or loo_logits.shape[1:] != shape or mask.shape != shape[:-1]:
         raise ValueError(
-            f"teacher_logits {tuple(teacher_logits.shape)}, loo_logits {tuple(loo_logits.shape)} and mask {tuple(mask.shape)} "
-            "do not fit: expected [..., T, V], [B, ..., T, V] with B >= 1 and [..., T]"
+            f"student_logits {tuple(student_logits.shape)}, teacher_logits {tuple(shape)}, loo_logits {tuple(loo_logits.shape)} and "
+            f"mask {tuple(mask.shape)} do not fit: expected [..., T, V] twice, [B, ..., T, V] with B >= 1, and [..., T]"
         )
     influence = field_influence(student_logits, teacher_logits, loo_logits, log_prob_floor, measure)
     mask = mask.bool()

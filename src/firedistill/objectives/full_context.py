@@ -1,7 +1,8 @@
 """Full Context: plain feedback-based on-policy self-distillation (paper section "Feedback-Based On-Policy Self-Distillation").
 
 Every response, correct or not, is distilled towards the EMA teacher that sees the full feedback, by reverse KL with a token mean
-(eq. sdpo_objective). There is no routing, no radius, and no floor under the teacher's probabilities.
+(eq. sdpo_objective). There is no routing and no radius. There is no floor under the teacher's probabilities either, unless
+`attribution` or `projection` is set.
 
 It is FIRE's incorrect branch on every response without attribution and projection, and shares its pass over the head. Each of the two
 can be added, which is not in the paper: with `routing`, `no_projection`, `no_attribution` and `fire`, the four settings show what each

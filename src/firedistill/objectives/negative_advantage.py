@@ -33,7 +33,7 @@ def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, adva
     Args:
         log_probs: `[T]`, of the sampled tokens.
         entropies: `[T]`, of the distributions they were sampled from, in nats.
-        share: of the tokens in S, rounded up.
+        share: share of the tokens that S holds; their number is rounded up.
         advantage: a.
         delta: how much more negative tokens of high entropy are.
     """

@@ -37,7 +37,7 @@ class OnPolicySFT(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; 0 is greedy, above 0 samples")
+            raise ValueError(f"temperature is {self.temperature}; expected at least 0 (0 is greedy)")
 
     def sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, temperature=self.temperature)

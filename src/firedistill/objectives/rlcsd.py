@@ -4,7 +4,7 @@ A teacher that sees a solution also writes differently: shorter, surer. What a r
 cancels in their difference, and what is left says which tokens carry the solution.
 
     e_t = log q(y_t | right hint) - log( 1/K sum_k q(y_t | wrong hint k) )                              (eq. 7)
-    A = (R - mean) / std within the group;   r_t = lambda tanh(e_t / tau);   m_t = 1[ |r_t| > delta ]
+    A = (R - mean) / (std + 1e-6) within the group;   r_t = lambda tanh(e_t / tau);   m_t = 1[ |r_t| > delta ]
     A~_t = max(0, A + r_t) where A > 0, min(0, A + r_t) where A < 0                  the verifier keeps the direction
     J_i = mean over m = 0 of clip(A) + eta * mean over m = 1 of clip(A~)             an empty side is left out (eq. 15)
     L = - 1/(B G) sum_i J_i
@@ -80,9 +80,9 @@ class RLCSD(Objective):
     reads_feedback: ClassVar[bool] = False
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    wrong_hints: int = setting(4, "The most wrong responses of the group that serve as wrong hints.")
+    wrong_hints: int = setting(4, "Largest number of the group's wrong responses that serve as wrong hints.")
     strength: float = setting(0.5, "Largest modulation of the advantage.")
-    temperature: float = setting(0.02, "Gap in nats at which the modulation saturates.")
+    temperature: float = setting(0.02, "Scale of the gap in nats: the modulation is strength * tanh(gap / temperature).")
     threshold: float = setting(0.02, "Smallest modulation that counts.")
     eta: float = setting(1.0, "Weight of the modulated tokens' mean.")
     clip: float = setting(0.2, "PPO clipping epsilon.")

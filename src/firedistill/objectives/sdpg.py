@@ -79,7 +79,9 @@ class SDPG(Objective):
         if self.reference is None:
             self.reference = EMAWeights(step.model, 1.0)  # a copy of the student, which is never updated
             if self.stored and self.stored.keys() != self.reference.shadow.keys():
-                raise ValueError("the checkpoint's reference policy belongs to another adapter; start from the beginning")
+                raise ValueError(
+                    "the checkpoint's reference policy belongs to another adapter; start from the beginning (--overwrite)"
+                )
             for name, tensor in self.stored.items():
                 self.reference.shadow[name].copy_(tensor)
         causal_lm = unwrap(step.model)

@@ -2,7 +2,7 @@
 
 The log-ratio of teacher and student as a reward goes to minus infinity where the teacher rejects a token. TOP-D takes the ratio of a
 proximal teacher, the mixture `alpha q + (1 - alpha) p_old`, which is bounded below. The rewards of the sampled tokens become
-advantages, normalised over all tokens of the responses to one prompt, and serve several clipped updates with frozen log-probabilities.
+advantages, normalized over all tokens of the responses to one prompt, and serve several clipped updates with frozen log-probabilities.
 
     r_k = log(alpha q(y_k) / p_old(y_k) + 1 - alpha)
     R_k = r_k + mean of the later rewards of the same response (the last token: r_k)
@@ -68,7 +68,7 @@ def future_mean_returns(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def pooled_advantages(returns: Tensor, mask: Tensor, prompt_index: Tensor) -> Tensor:
-    """Returns normalised over all tokens of the responses to each prompt, 0 outside the mask; `[N, T]`.
+    """Returns normalized over all tokens of the responses to each prompt, 0 outside the mask; `[N, T]`.
 
     Args:
         returns: `[N, T]`.

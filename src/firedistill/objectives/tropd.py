@@ -7,7 +7,7 @@ to 0 over training.
 
     P_t = min(1, q(y_t) / p_old(y_t)),   M_t ~ Bernoulli(P_t)
     trusted:  - sg[log q(y_t) - log p_old(y_t)] log p(y_t)          (a score function: the reward is not differentiated)
-    outlier:  sum over the teacher's top k of q_t(v) (log q_t(v) - log p_t(v))          (not renormalised)
+    outlier:  sum over the teacher's top k of q_t(v) (log q_t(v) - log p_t(v))          (not renormalized)
     prefix:   - beta log p(y_t)
     longest prefix at step k of K:  round(max_prefix (1 + cos(pi k / (K - 1))) / 2)
 

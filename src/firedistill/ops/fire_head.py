@@ -1,4 +1,4 @@
-"""FIRE from hidden states to the loss and its exact gradient, at about the price of plain self-distillation.
+"""FIRE from hidden states to the loss and its exact gradient, without building a target (eqs. fire_radius to fire_objective).
 
 `firedistill.objectives.fire` states the method. This module arranges the same arithmetic for speed, in two passes:
 
@@ -53,7 +53,7 @@ LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
 
 @dataclass
 class FireHeadOutput:
-    """The loss and the diagnostics of every token. All but `loss` is detached; NaN marks undefined values.
+    """The loss and the diagnostics of every token. All but `loss` are detached; NaN marks undefined values.
 
     Attributes:
         loss: scalar, `sum_t w_t token_loss_t`, differentiable.
@@ -97,7 +97,8 @@ def fire_head_loss(
     Args:
         loo_hidden: `[B, W, H]`, the teacher's states without field j, in the order of `teacher_hidden`. A response with fewer than B
             fields repeats its states of the full view, whose energy is 0. None without attribution.
-        others: as in `first_pass`; `token_ids`, `correct` and `teacher_hidden` are required.
+        head, hidden, token_weights: as in `first_pass`: `[V, H]`, `[M, H]`, `[M]`.
+        settings: further arguments of `first_pass`; `token_ids`, `correct` (`[M]`) and `teacher_hidden` (`[W, H]`) are required.
 
     Returns:
         The loss, in float32 (float64 for float64 states), with its exact gradient for `hidden` and for what is trained of the
@@ -576,17 +577,17 @@ class StudentDistributions:
         self.shifted = self.logits - top_logit
         weights = put(self.shifted.exp(), self.top, torch.zeros_like(top_logit))
         rest = weights.sum(-1, keepdim=True)
-        self.log_normaliser = rest.log1p()
+        self.log_normalizer = rest.log1p()
         p = weights.div_(1 + rest)
         p_top, others = 1 / (1 + rest), rest / (1 + rest)
         fisher_trace = (p_top * others + others).squeeze(-1) - p.square().sum(-1)
         self.rho = fisher_trace.sqrt() / step_scale
         self.p = put(p, self.top, p_top)
-        self.entropy = self.log_normaliser.squeeze(-1) - (self.p * self.shifted).sum(-1)
+        self.entropy = self.log_normalizer.squeeze(-1) - (self.p * self.shifted).sum(-1)
 
     def log_p(self, token_ids: Tensor) -> Tensor:
         """`[C, 1]` log-probabilities of tokens."""
-        return self.shifted.gather(-1, token_ids) - self.log_normaliser
+        return self.shifted.gather(-1, token_ids) - self.log_normalizer
 
     def centred_ratio(self, a: Tensor, b: Tensor) -> Tensor:
         """`d - E_p[d]`, `[C, V]`, for the log-ratio `d` of two distributions given by logits; times p it is eq. app_gradient.
@@ -614,7 +615,7 @@ class StudentDistributions:
 
     def far_divergence(self, rows: Tensor, eta: Tensor, target: Tensor) -> Tensor:
         """The same as `sum p log(p/q) - p + q`, where q is computed as such; no term is negative here either."""
-        p, log_p = self.p[rows], self.shifted[rows] - self.log_normaliser[rows]
+        p, log_p = self.p[rows], self.shifted[rows] - self.log_normalizer[rows]
         log_q = (1 - eta) * log_p + eta * target
         log_q -= log_q.logsumexp(-1, keepdim=True)
         x = log_p - log_q

@@ -19,7 +19,7 @@ from transformers.generation import GenerationMixin
 
 from firedistill.models.attention import own_attention
 from firedistill.rollout import Sampling
-from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalise_repetition
+from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalize_repetition
 
 FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 
@@ -157,7 +157,7 @@ class GrowingBatch:
             self.scores = self.forward(self.tokens.unsqueeze(-1))
         scores = self.scores
         if self.seen is not None:
-            scores = penalise_repetition(scores, self.seen, self.sampling.repetition_penalty)
+            scores = penalize_repetition(scores, self.seen, self.sampling.repetition_penalty)
         self.tokens = choose_tokens(scores, self.sampling, self.uniforms[:, self.steps])
         self.steps += 1
         return [[token] for token in self.tokens.tolist()]

@@ -26,7 +26,7 @@ class RolloutEngine(Protocol):
         """Responses in the order of `prompts` (token ids).
 
         Args:
-            seed: the same seed gives the same responses.
+            seed: with equal weights, the same seed gives the same responses; engines in other processes may differ by rounding.
             progress: called with the number of prompts that are done.
             limits: the largest number of tokens of each response, where it is below `sampling.max_new_tokens`.
         """

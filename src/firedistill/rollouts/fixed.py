@@ -23,7 +23,7 @@ from firedistill.models.attention import attends_by_position, own_attention
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts, next_logits
-from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalise_repetition
+from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalize_repetition
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class Decoder:
         scores = self.forward(rows, window)
         if sampling.repetition_penalty != 1:
             at["seen"][:rows].scatter_(-1, before.unsqueeze(-1).clamp(min=0), True)
-            scores = penalise_repetition(scores, at["seen"][:rows], sampling.repetition_penalty)
+            scores = penalize_repetition(scores, at["seen"][:rows], sampling.repetition_penalty)
         uniforms = at["uniforms"][:rows].index_select(1, at["step"]).squeeze(1)
         tokens = choose_tokens(scores, sampling, uniforms) if exact else draw(scores, sampling, uniforms, CANDIDATES)
         self.put(torch.where(ended, before, tokens))
@@ -292,7 +292,7 @@ class FixedBatch:
         if sampling.repetition_penalty != 1:
             self.prompts_seen = read.seen(scores.shape[-1])[expansion]
             self.see(0)
-            scores = penalise_repetition(scores, at["seen"][: self.rows], sampling.repetition_penalty)
+            scores = penalize_repetition(scores, at["seen"][: self.rows], sampling.repetition_penalty)
         decoder.put(choose_tokens(scores, sampling, at["uniforms"][: self.rows, 0]))
         self.done, self.told = 1, 0  # tokens per row that are drawn, and that the caller knows
 

@@ -38,7 +38,8 @@ class HFRolloutEngine:
     Args:
         model: a causal language model, possibly with an adapter.
         tokenizer: its tokenizer, with a pad token.
-        batch_size: prompts sampled together; halved when memory runs out, which does not change the responses of `decoding.py`.
+        batch_size: prompts sampled together; halved when memory runs out, which changes the responses of `decoding.py` by
+            rounding only.
         merge_adapter: None merges where the call is long enough to pay for it. Layers that cannot be merged (NF4) run unmerged in
             any case.
         fixed: keep merged copies, keys and values in the same memory from call to call, and look at the tokens after every 16 of them

@@ -22,7 +22,7 @@ NOT_FINITE_LOGITS = "the model's logits are not finite: no token can be drawn fr
 UNIT = 2**44
 
 
-def penalise_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the positive scores of the tokens seen so far by `penalty`, multiply the negative ones by it; `[B, V]`.
 
     Args:

@@ -155,7 +155,10 @@ class VLLMServerEngine(RemoteEngine):
                 )
             paddings.append(padding_in(models[0].get("root", ""), unwrap(self.model).config.get_text_config()))
         if len(set(paddings)) > 1:
-            raise RolloutError("some servers have the model with padded heads and some without; they must have the same")
+            raise RolloutError(
+                f"the servers {', '.join(self.servers)} serve models with different head sizes (padding {paddings}): "
+                "serve the same folder on all of them"
+            )
         self.padding = paddings[0]
         self.checked = True
 

@@ -131,7 +131,9 @@ class CodeTask(Task):
         prompt = text_field(row, _column(row, PROMPT_COLUMNS))
         column = _column(row, TEST_COLUMNS)
         if column not in row:
-            raise DataError(f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'})")
+            raise DataError(
+                f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'}); add it or remove the row"
+            )
         entry_point = optional_text(row, "entry_point") or _called_name(row[column])
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)

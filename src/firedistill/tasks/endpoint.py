@@ -76,9 +76,9 @@ class ChatEndpoint:
         model: its name on the server.
         key: the environment variable that holds the key; None if the server needs none.
         timeout: seconds of one attempt, from the connection to the last byte.
-        retries: further attempts of a request that was not answered: no connection, the time limit, the statuses 408, 429 and 5xx, or
-            something else than a chat completion. The time between them doubles from one second on, up to `LONGEST_WAIT`, or is what
-            the server asks for (`Retry-After`).
+        retries: further attempts of a request that was not answered: no connection, the time limit, the statuses 408, 409, 425, 429
+            and 5xx, or something else than a chat completion. The time between them doubles from one second on, up to
+            `LONGEST_WAIT`, or is what the server asks for (`Retry-After`).
 
     Raises:
         ValueError: the address is none, or the environment variable is not set.

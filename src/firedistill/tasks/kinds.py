@@ -9,7 +9,7 @@ import re
 import unicodedata
 from typing import Any
 
-from firedistill.tasks.answers.numbers import count_normalised, numeric_gold
+from firedistill.tasks.answers.numbers import count_normalized, numeric_gold
 from firedistill.tasks.answers.text import boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
@@ -180,7 +180,7 @@ def load_kind(answer: str) -> tuple[Task, int | None]:
 
 
 def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str, ...]]:
-    """The gold answer in a cell: normalised, the working before it (or an empty text), and other accepted answers.
+    """The gold answer in a cell: normalized, the working before it (or an empty text), and other accepted answers.
 
     A list of one value stands for the value. For texts, a longer list holds accepted answers, the first of which is shown.
 
@@ -204,7 +204,7 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
             return text, "", ()  # the common case, and what `numeric_gold` returns
         working, marker, final = text.rpartition("####")
         gold = numeric_gold(final.strip())
-        if count_normalised(gold) == 0:
+        if count_normalized(gold) == 0:
             raise BadRow(f"{subject} is not a number", "correct it, or read answers as --answer exact", kind_of(value))
         return gold, working.strip(), ()
     if isinstance(kind, MathTask):

@@ -56,7 +56,10 @@ def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
     """
     root = Path(data_dir).expanduser()
     if not root.is_dir():
-        raise DataError(f"data_dir {root} is not a folder")
+        raise DataError(
+            f"data_dir {root} is not a folder: expected one with {split}.jsonl, {split}.jsonl.gz or {split}.parquet, or with a "
+            f"sub-folder {folder} that has them"
+        )
     places = [root / folder, root]
     for place in places:
         for suffix in SUFFIXES:

@@ -326,7 +326,7 @@ class TableTask(Task):
             return {name: partial(open_rows, file) for name, file in folder_splits(path).items()}
         if is_data_file(data):
             if not path.is_file():
-                raise DataError(f"there is no file {path}")
+                raise DataError(f"task: there is no file {path}; correct the path")
             return {"all": partial(open_rows, path)}
         if path.exists() or not _HUB_NAME.fullmatch(data):
             raise DataError(
@@ -346,7 +346,7 @@ class TableTask(Task):
             self._scans[split] = Scan(self._openers[split]())
         rows = self._scans[split].rows
         if not len(rows):
-            raise DataError(f"{rows.source} has no rows")
+            raise DataError(f"{rows.source} has no rows: add rows, or name other data")
         return rows
 
     def _sample(self, rows: Rows) -> list[Mapping[str, Any]]:

@@ -29,7 +29,7 @@ class Example:
     Attributes:
         uid: dataset name, published split and row index, for instance `gsm8k/train/17`; independent of any shuffle.
         question: the dataset prompt, with the choices if there are any, without the format instruction.
-        answer: the normalised gold answer; the label for choice tasks.
+        answer: the normalized gold answer; the label for choice tasks.
         labels: the labels of the options (`("A", "B")`); empty for numeric tasks.
         options: the texts of the options, in the order of `labels`.
         solution: gold working that ends with the final-answer line, if the dataset has one; used by the warm start.
@@ -57,10 +57,10 @@ class Verdict:
 
     Attributes:
         correct: decides alone which loss the response gets. Does not depend on whether the rollout finished.
-        submitted: the normalised answer of the response; None if none was found.
-        expected: the normalised gold answer.
+        submitted: the normalized answer of the response; None if none was found.
+        expected: the normalized gold answer.
         well_formed: whether the answer is on the final-answer line that the task requires.
-        lenient_correct: whether any recognisable final answer is correct; a diagnostic that never replaces `correct`. By default it is
+        lenient_correct: whether any recognizable final answer is correct; a diagnostic that never replaces `correct`. By default it is
             `correct`.
         failed: whether the verifier raised or timed out, so that there is no judgement; the response is excluded from training.
     """

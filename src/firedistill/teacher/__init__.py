@@ -1,4 +1,4 @@
-"""The EMA teacher: its weights, its prompts, and the states of responses under them."""
+"""The teacher: its weights, its prompts, and the states of responses under them."""
 
 from firedistill.teacher.teacher import Teacher
 

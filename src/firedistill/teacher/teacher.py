@@ -51,6 +51,9 @@ class Teacher:
 
     Attributes:
         metrics: tokens and seconds that reading took since `take_metrics`.
+
+    Raises:
+        ValueError: the model has no trainable parameter, or the rate is outside [0, 1].
     """
 
     def __init__(

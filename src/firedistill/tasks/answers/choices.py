@@ -37,9 +37,9 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
 
 
 def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequence[str], gold: str) -> bool:
-    """Whether any recognisable choice of the response is the gold: a diagnostic, like `lenient_numeric_correct`.
+    """Whether any recognizable choice of the response is the gold: a diagnostic, like `lenient_numeric_correct`.
 
-    Besides the answer of `choice_answer`, these are recognised: the last `\\boxed{B}`, "the answer is B", `Answer: B because ...`,
+    Besides the answer of `choice_answer`, these are recognized: the last `\\boxed{B}`, "the answer is B", `Answer: B because ...`,
     the last `option B`, a lone label or `B) ...` as the last line, and the option's own text as the last line or after `Answer:`.
     """
     return any(label is not None and label == gold for label in _lenient_labels(to_ascii(response), labels, options))

@@ -22,18 +22,18 @@ MAX_DIGITS = 300  # of a number and of its power of ten; longer numbers are not 
 
 
 def numeric_gold(text: str) -> str:
-    """A dataset's answer, normalised. Normalised numbers stay as they are.
+    """A dataset's answer, normalized. Normalized numbers stay as they are.
 
     >>> numeric_gold("1,200"), numeric_gold("7 (apples)"), numeric_gold("30 (girls); 15 (boys)"), numeric_gold("11:45 p.m.")
     ('1200', '7', '30; 15', '11:45 pm')
     """
     content = clean(to_ascii(text))
     values = stated_values(content)
-    return _normalised_text(content) if values is None else _joined(values)
+    return _normalized_text(content) if values is None else _joined(values)
 
 
 def numeric_equal(answer: str | None, gold: str) -> bool:
-    """Whether a normalised answer is the gold: as exact rational numbers, all values in order, or as text. No tolerance.
+    """Whether a normalized answer is the gold: as exact rational numbers, all values in order, or as text. No tolerance.
 
     >>> numeric_equal("1/2", "0.50"), numeric_equal("6; 2", "2; 6"), numeric_equal(None, "42")
     (True, False, False)
@@ -64,9 +64,9 @@ def read_numeric(response: str, gold: str) -> Answer:
 
 
 def lenient_numeric_correct(response: str, gold: str) -> bool:
-    """Whether any recognisable final answer of the response is the gold: a diagnostic that separates format errors from others.
+    """Whether any recognizable final answer of the response is the gold: a diagnostic that separates format errors from others.
 
-    Besides the answer of `read_numeric`, these are recognised: the last `\\boxed{}`, "the answer is 42", and the last number of
+    Besides the answer of `read_numeric`, these are recognized: the last `\\boxed{}`, "the answer is 42", and the last number of
     the text or of the answer line (the last numbers, if the gold has several).
     """
     return any(numeric_equal(value, gold) for value in _lenient_values(response, gold))
@@ -106,18 +106,18 @@ def _marked_content(plain: str) -> str | None:
 
 def count_values(gold: str) -> int:
     """How many numbers the gold consists of; 0 for text."""
-    return count_normalised(numeric_gold(gold))
+    return count_normalized(numeric_gold(gold))
 
 
-def count_normalised(gold: str) -> int:
-    """How many numbers a normalised gold consists of; 0 for text."""
+def count_normalized(gold: str) -> int:
+    """How many numbers a normalized gold consists of; 0 for text."""
     values = gold.split("; ")
     return len(values) if all(_CANONICAL.fullmatch(value) for value in values) else 0
 
 
 def _read_line(content: str, count: int) -> Answer:
     """A cleaned answer line, for a gold of `count` numbers."""
-    text = _normalised_text(content)
+    text = _normalized_text(content)
     if count == 0:
         return Answer(text or None, bool(text))
     values = stated_values(content)
@@ -130,7 +130,7 @@ def _read_line(content: str, count: int) -> Answer:
     return Answer(_joined(values), len(values) == count)
 
 
-def _normalised_text(cleaned: str) -> str:
+def _normalized_text(cleaned: str) -> str:
     """Text as it is compared: lower case, `9 : 2` as `9:2`, `p.m.` as `pm`, no punctuation at its ends."""
     return _SPACED_JOINER.sub(r"\1", _DAYTIME.sub(r"\1m", cleaned.lower())).strip(" .,;:!?'\"$=")
 
@@ -407,7 +407,7 @@ def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fract
 
 
 def _last_number(line: str) -> str | None:
-    """The last number of a cleaned line, normalised."""
+    """The last number of a cleaned line, normalized."""
     numbers = _numbers_in(line)
     return str(numbers[-1]) if numbers and numbers[-1] is not None else None
 
@@ -426,11 +426,11 @@ def _lenient_values(response: str, gold: str) -> Iterator[str | None]:
         yield _read_line(statement, count).value
     statements.append(_marked_content(plain) or "")
     if count == 0:
-        normalised = numeric_gold(gold)
-        for text in map(_normalised_text, [*statements, last_line(plain)]):
+        normalized = numeric_gold(gold)
+        for text in map(_normalized_text, [*statements, last_line(plain)]):
             yield text
-            if f" {text}".endswith(f" {normalised}"):
-                yield normalised
+            if f" {text}".endswith(f" {normalized}"):
+                yield normalized
         return
     for statement in statements:
         yield from _first_and_last(_numbers_in(statement), count)
@@ -442,5 +442,5 @@ def _lenient_values(response: str, gold: str) -> Iterator[str | None]:
 
 
 def _first_and_last(numbers: Sequence[Fraction | None], count: int) -> list[str | None]:
-    """The first and the last `count` numbers, each normalised."""
+    """The first and the last `count` numbers, each normalized."""
     return [_joined(end) if len(end) == count and None not in end else None for end in (numbers[:count], numbers[-count:])]
