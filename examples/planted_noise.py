@@ -28,8 +28,8 @@ from firedistill.rollouts.load import load_engines
 from firedistill.setup import load_setup
 from firedistill.tasks import FeedbackField, Verdict
 from firedistill.tasks.arithmetic import Arithmetic
-from firedistill.tasks.code import failing_test_text, quoted
-from firedistill.tasks.feedback import verifier_field
+from firedistill.tasks.code import failing_test_text
+from firedistill.tasks.feedback import quoted, verifier_field
 from firedistill.tasks.functions import Functions
 from firedistill.teacher import Teacher
 

@@ -28,3 +28,9 @@ def checkpoint(tmp_path_factory) -> str:
     from tiny import save_checkpoint
 
     return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint) -> str:
+    """The same, for modules in which a checkpoint is one of a run."""
+    return checkpoint

@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -13,7 +14,9 @@ from transformers import TrainerCallback
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.rollout import Response
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
-from tiny import ToyTask
+from tiny import ToyTask, adapter_weights
+
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
 
 
 class ScriptedEngine:
@@ -28,11 +31,11 @@ class ScriptedEngine:
         return responses
 
 
-class SignalAt(TrainerCallback):
-    """One process of several is asked to stop."""
+class StopLast(TrainerCallback):
+    """The last process is asked to stop after the second step."""
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1 and args.process_index == 1:
+        if state.global_step == 1 and args.process_index == args.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -44,42 +47,47 @@ class OwnExamples(ToyTask):
         return examples[int(os.environ["RANK"]) :] if split == "train" else examples
 
 
+def worker_config(
+    method: str, checkpoint: str, folder: str, **settings: Any
+) -> tuple[type[SelfDistillTrainer], SelfDistillConfig]:
+    """The trainer of a method, or of "warmstart", and the settings of three steps over the toy task."""
+    warm_start = method == "warmstart"
+    config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
+    common = {
+        "method": "supervised" if warm_start else method,
+        "model": checkpoint,
+        "task": "toy",
+        "model_dtype": "float32",
+        "output_dir": folder,
+        "max_steps": 3,
+        "warmup_steps": 1,
+        "optim": "sgd",  # linear in the gradient: AdamW would blow rounding up to the size of a step
+        "eval_size": 5,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "ddp_backend": "gloo" if PROCESSES > 1 else None,
+    }
+    return trainer_class, config_class(**common | settings)
+
+
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
     """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), one that is stopped and resumed,
     or one with different data (`fire:apart`)."""
     method, _, how = kind.partition(":")
-    warm_start = method == "warmstart"
-    config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
-    config = config_class(
-        method="supervised" if warm_start else method,
-        model=checkpoint,
-        task="toy",
-        model_dtype="float32",
-        output_dir=folder,
-        max_steps=3,
-        warmup_steps=1,
-        learning_rate=0.3,
-        optim="sgd",  # linear in the gradient: AdamW would blow rounding up to the size of a step
-        max_new_tokens=9,
-        eval_size=5,
-        per_device_train_batch_size=batch,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        ddp_backend="gloo" if "RANK" in os.environ else None,
-    )
+    settings = {"learning_rate": 0.3, "max_new_tokens": 9, "per_device_train_batch_size": batch}
+    trainer_class, config = worker_config(method, checkpoint, folder, **settings)
     trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else ToyTask())
     if how == "scripted":
         trainer.rollout_engine = ScriptedEngine()
     if how == "stopped":
-        trainer.add_callback(SignalAt())
+        trainer.add_callback(StopLast())
         trainer.train()
         assert trainer.state.global_step == 2 and trainer.stop.signal == signal.SIGTERM, (
             "both processes stop after the same step"
         )
         trainer = trainer_class(args=config, task=ToyTask())
     trainer.train()
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    torch.save(weights, Path(folder) / f"rank{config.process_index}.pt")
+    torch.save(adapter_weights(trainer), Path(folder) / f"rank{config.process_index}.pt")
 
 
 if __name__ == "__main__":

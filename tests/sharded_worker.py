@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -13,14 +12,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from distributed_worker import ScriptedEngine
-from firedistill import SelfDistillConfig, SelfDistillTrainer, Verdict
+from distributed_worker import PROCESSES, ScriptedEngine, StopLast, worker_config
+from firedistill import SelfDistillTrainer, Verdict
 from firedistill.models.sharding import local, reshard
 from firedistill.rollout import Response
-from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
-from tiny import ToyTask
-
-PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+from tiny import ToyTask, adapter_weights
 
 
 class LongForLongPrompts(ScriptedEngine):
@@ -59,14 +55,6 @@ class UnevenTask(ToyTask):
         return super().verify(example, response)
 
 
-class StopLast(TrainerCallback):
-    """The last process is asked to stop after the second step."""
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 1 and args.process_index == args.world_size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 class Gradients(TrainerCallback):
     """Keeps the gradients of the last update of every step."""
 
@@ -81,31 +69,17 @@ def main(kind: str, checkpoint: str, folder: str, **changes: Any) -> None:
     """`kind` is a method or warmstart. After a colon it says how the run differs from one with scripted rollouts and a sharded base:
     a whole base, an `UnevenTask`, sampled rollouts, those of `generate`, stopped and resumed, stopped, continued from a copy."""
     method, _, how = kind.partition(":")
-    warm_start = method == "warmstart"
-    config_class, trainer_class = (WarmStartConfig, WarmStartTrainer) if warm_start else (SelfDistillConfig, SelfDistillTrainer)
     settings = {
-        "method": "supervised" if warm_start else method,
-        "model": checkpoint,
-        "task": "toy",
-        "model_dtype": "float32",
-        "output_dir": folder,
-        "max_steps": 3,
-        "warmup_steps": 1,
         "learning_rate": 0.001,  # at 0.01 the rounding of one step changes the gradients of the next ones by 1e-6 of their size
-        "optim": "sgd",  # linear in the gradient: AdamW would blow rounding up to the size of a step
         "max_new_tokens": 20,
-        "eval_size": 5,
         "attribution_examples": 1,
         # One prompt per micro-batch: its padding, and with it the rounding, does not depend on the number of processes.
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 4 // PROCESSES,
-        "gradient_checkpointing": False,
         "drop_unfinished_rollouts": how == "nothing",
         "fsdp_size": PROCESSES if PROCESSES > 1 and how != "whole" else None,
-        "use_cpu": True,
-        "ddp_backend": "gloo" if PROCESSES > 1 else None,
     }
-    config = config_class(**settings | changes)
+    trainer_class, config = worker_config(method, checkpoint, folder, **settings | changes)
     task = UnevenTask(how)
     if how in ("right", "nothing", "failing", "long"):
         order = SelfDistillTrainer(args=config, task=task).train_dataset
@@ -125,8 +99,7 @@ def main(kind: str, checkpoint: str, folder: str, **changes: Any) -> None:
         trainer = trainer_class(args=config, task=task)
     changes = ("world_size", "fsdp_size", "gradient_accumulation_steps") if how == "continued" else ()
     trainer.train(allow_changes=changes)
-    weights = {name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad}
-    found = {"weights": weights, "teacher": trainer.teacher.weights.shadow, "gradients": gradients.found}
+    found = {"weights": adapter_weights(trainer), "teacher": trainer.teacher.weights.shadow, "gradients": gradients.found}
     reshard(trainer.model)
     found["held"] = sum(local(p).numel() for p in trainer.model.parameters() if not p.requires_grad)
     found["given"] = trainer.identity()["given"]

@@ -241,7 +241,7 @@ def test_models_are_of_the_type_that_the_cpu_multiplies(arguments, multiplies, e
         yield harness.rows({"n": 1}, {"a": lambda: None}, 1, details=lambda _: {"dtype": str(model.dtype)})[0]
 
     monkeypatch.setattr(step, "run", run)
-    monkeypatch.setattr("firedistill.cli.bench.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr("firedistill.models.attention.multiplies_bfloat16", lambda: multiplies)
     assert cli.main(["bench", "step", "--quick", "-o", str(tmp_path), *arguments]) == 0
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["options"]["dtype"] == expected and found["rows"][0]["details"]["dtype"] == f"torch.{expected}"

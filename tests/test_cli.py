@@ -37,7 +37,7 @@ from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError
 from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
-from tiny import ToyTask, run_trainer, save_checkpoint
+from tiny import ToyTask, run_trainer
 
 # Inherited options that something reads.
 HAVE_AN_EFFECT = """
@@ -72,11 +72,6 @@ temperature: 1
 top_p: 1
 per_device_train_batch_size: 2
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
 
 
 @pytest.fixture(scope="module")

@@ -22,15 +22,11 @@ from firedistill.ops.head import chunked_token_loss
 from firedistill.rollout import Sampling
 from firedistill.rollouts.merging import merged_bytes
 from firedistill.rollouts.sampling import CANDIDATES, choose_tokens, draw
+from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.teacher.ema import EMAWeights
-from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer, save_checkpoint
+from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer
 
 GPU = torch.device("cuda")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
 
 
 # ---- Memory ------------------------------------------------------------------------------------------------------------------
@@ -161,19 +157,34 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
         (False, 3.9, {}, "bfloat16"),
         (False, 100, {"quantization": "nf4"}, "bfloat16"),
         (False, 100, {"quantization": "auto"}, "float32"),
-        (False, 100, {"device": GPU}, "bfloat16"),
+        (True, 100, {"device": GPU}, "bfloat16"),
+        (False, 4.1, {"device": GPU}, "float32"),
+        (False, 3.9, {"device": GPU}, "bfloat16"),
         (False, 100, {"model_dtype": "bfloat16"}, "bfloat16"),
         (True, 100, {"model_dtype": "float32"}, "float32"),
     ],
 )
-def test_float32_where_a_cpu_does_not_multiply_bfloat16(multiplies, share, changes, expected, checkpoint, monkeypatch):
+def test_float32_where_a_device_does_not_multiply_bfloat16(multiplies, share, changes, expected, checkpoint, monkeypatch):
     size = weight_bytes(checkpoint, "float32")
-    monkeypatch.setattr(setup, "multiplies_bfloat16", lambda: multiplies)
-    monkeypatch.setattr(setup, "total_memory", lambda: share * size)
+    monkeypatch.setattr("firedistill.models.attention.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation or multiplies)
+    on_gpu = changes.get("device") == GPU
+    monkeypatch.setattr(setup, "total_memory", lambda: 0 if on_gpu else share * size)
+    monkeypatch.setattr(setup, "unused_memory", lambda device: share * size if device == GPU else 0)
     args = open_settings(**{"device": torch.device("cpu"), "model_dtype": "auto", "quantization": None, **changes})
     decided = setup.decide_dtype(args, checkpoint)
     assert args.model_dtype == expected
     assert [text.partition(":")[0] for text in decided.values()] == ([] if "model_dtype" in changes else [expected])
+
+
+def test_a_run_on_the_cpu_leaves_the_gpu_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *a: pytest.fail("makes a CUDA context"))
+    state = random_state()
+    assert state["cuda"] is None
+    restore_random_state(state | {"cuda": torch.zeros(16, dtype=torch.uint8)})
 
 
 def test_the_type_of_a_model_that_is_given(tmp_path):

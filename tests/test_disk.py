@@ -22,18 +22,11 @@ from firedistill.run import resume
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.directory import finished_step
 from firedistill.run.log import RunLog, read_jsonl
-from tiny import ToyTask, run_config, run_trainer
+from tiny import ToyTask, rows_of, run_config, run_trainer
 
 
 def trainer(checkpoint, folder, **changes) -> SelfDistillTrainer:
     return run_trainer(checkpoint, folder, **{"eval_size": 0, "save_steps": 100, **changes})
-
-
-def rows_of(t: SelfDistillTrainer) -> list[dict]:
-    t.train()
-    rows = read_jsonl(Path(t.args.output_dir) / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, t.args.max_steps + 1)), "the run came to its end"
-    return rows
 
 
 class Between(TrainerCallback):

@@ -41,13 +41,13 @@ SAMPLED = ["fire", "tropd"]
 STOPPED = ["fire:stopped", "tropd:stopped"]
 
 
-def launch(kinds: list[str], checkpoint: str, folder: Path, batch: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(TESTS / "distributed_worker.py"), ",".join(kinds), checkpoint, str(folder), str(batch)]
+def launch(worker: str, *arguments: str, processes: int = 2) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command += [str(TESTS / worker), *arguments]
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.returncode == 0, result.stdout[-200:] + result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def folders(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for kind in COMPARED:
         distributed_worker.main(kind, checkpoint, str(folder / "one" / kind), 4)
-    launch(COMPARED + SAMPLED + STOPPED, checkpoint, folder / "two", 2)
+    launch("distributed_worker.py", ",".join(COMPARED + SAMPLED + STOPPED), checkpoint, str(folder / "two"), "2")
     return folder / "one", folder / "two"
 
 
@@ -262,4 +262,4 @@ def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, t
 def test_processes_with_different_data_are_refused(checkpoint, tmp_path):
     """Each process would train on problems that the fingerprint of the run does not know."""
     with pytest.raises(AssertionError, match="the processes have different train_data: a task must return the same examples"):
-        launch(["fire:apart"], checkpoint, tmp_path, 2)
+        launch("distributed_worker.py", "fire:apart", checkpoint, str(tmp_path), "2")

@@ -625,10 +625,10 @@ def test_a_judge_asks_nothing_again(server, tmp_path):
     price = {"judge_price": pytest.approx(2e-4)}
     assert found[1] == {"judge_requests": 1, "judge_prompt_tokens": 100, "judge_reply_tokens": 10} | price
     assert found[3] == {"judge_cached": 1}
-    line = cost_line(judged.file, tmp_path / "judge")
+    line = cost_line(judged.judge_file, tmp_path / "judge")
     assert re.fullmatch(r"judge: 1 replies of \S+ s on average, 100 tokens in, 10 out, 0\.0002 at the prices of its file", line)
-    assert cost_line(judged.file, tmp_path / "nowhere") == ""
-    assert load_judge(tmp_path / "judge" / "judge.yaml") == judged.file
+    assert cost_line(judged.judge_file, tmp_path / "nowhere") == ""
+    assert load_judge(tmp_path / "judge" / "judge.yaml") == judged.judge_file
     server.shutdown()
     moved = JudgedTask(task, None, load_judge(judge_file(tmp_path, "http://127.0.0.1:9/v1", "moved.yaml")))
     moved.begin_run(tmp_path, 0, train=False)

@@ -33,12 +33,8 @@ from firedistill.models import loading, lora
 from firedistill.models.errors import ModelError, explanation
 from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora, load_adapter
+from tiny import SPECIAL, TEMPLATE
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXT = ["Tom has 3 apples and buys 14 more.\n\n1. First, 3 + 14 = 17\n#### 17", "the answer is 23,456.78, don't you think?"] * 4
 ROWS = 384  # rows of the embedding: more than the tokenizer has tokens, as in Qwen's checkpoints
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run.log import read_jsonl
 from firedistill.teacher import Teacher
-from tiny import ToyTask, byte_tokenizer, random_model, run_trainer
+from tiny import ToyTask, byte_tokenizer, random_model, rows_of, run_trainer
 
 CUDA_ERROR = "CUDA out of memory. Tried to allocate 2.00 GiB"
 KERNEL_ERRORS = ["could not create a primitive", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling ...", "std::bad_alloc"]
@@ -233,13 +232,6 @@ def test_sampling_continues_in_smaller_batches_with_the_same_responses():
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------------------------
-
-
-def rows_of(trainer) -> list[dict]:
-    trainer.train()
-    rows = read_jsonl(Path(trainer.args.output_dir) / "metrics.jsonl")
-    assert [row["step"] for row in rows] == list(range(1, trainer.args.max_steps + 1)), "the run came to its end"
-    return rows
 
 
 def run(checkpoint, folder, **changes):

@@ -26,13 +26,7 @@ from firedistill.recipes import build_config, built_in_recipes
 from firedistill.setup import load_setup
 from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
-from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
-
+from tiny import ToyTask, byte_tokenizer, random_model
 
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -308,7 +302,7 @@ def test_prompts_and_feedback_of_other_types(model, tmp_path):
 
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_bfloat16_on_a_cpu_without_its_products(multiplies, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("firedistill.checks.multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr("firedistill.models.attention.multiplies_bfloat16", lambda: multiplies)
     assert found(model, tmp_path, model_dtype="float32")["warning"] == []
     texts = found(model, tmp_path, model_dtype="bfloat16")
     assert texts["warning"] == [] if multiplies else "--model_dtype float32" in only(texts, "warning")

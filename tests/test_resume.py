@@ -31,11 +31,6 @@ from tiny import save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
-
-
-@pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """An untouched run of four steps with a checkpoint after the second and the fourth."""
     run = tmp_path_factory.mktemp("runs") / "whole"

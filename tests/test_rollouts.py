@@ -448,7 +448,6 @@ def few_candidates(monkeypatch):
     """Draws often need more candidates than the first ones, and windows are narrow."""
     monkeypatch.setattr(fixed, "CANDIDATES", 3)
     monkeypatch.setattr(fixed, "WINDOW", 8)
-    monkeypatch.setattr(fixed, "LOOK_EVERY", 16)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "nucleus", "top-k", "penalty"])

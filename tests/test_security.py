@@ -29,12 +29,7 @@ from firedistill.run.log import read_jsonl
 from firedistill.tasks import load_task
 from firedistill.tasks.feedback import structured_feedback
 from killable import RandomTask, killable_config, train
-from tiny import SPECIAL, ToyTask, byte_tokenizer, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+from tiny import SPECIAL, ToyTask, byte_tokenizer
 
 
 @pytest.fixture(scope="module")

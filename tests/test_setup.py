@@ -16,12 +16,7 @@ from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.setup import load_setup
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from killable import RandomTask, killable_config
-from tiny import ToyTask, byte_tokenizer, random_model, save_checkpoint
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("model") / "base")
+from tiny import ToyTask, byte_tokenizer, random_model
 
 
 @pytest.fixture

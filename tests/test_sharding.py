@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
@@ -29,12 +27,10 @@ from firedistill.models.sharding import Lockstep, distributed_config
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from killable import without_times
-from test_distributed import torchrun, wait_for
+from test_distributed import launch, torchrun, wait_for
 from test_vllm import Server
 from tiny import ToyTask, byte_tokenizer, random_model, run_config, save_checkpoint
 
-TESTS = Path(__file__).parent
-WORKER = str(TESTS / "sharded_worker.py")
 two_processes = pytest.mark.skipif(
     not torch.distributed.is_available()
     or os.name == "nt"
@@ -47,15 +43,6 @@ METHODS += ["on_policy_sft", "scope", "srpo", "top_d", "tropd", "veto"]
 UNEQUAL = ["fire:right", "fire:nothing", "fire:failing", "fire:long"]
 # The prefixes of TrOPD are drawn by every process for itself.
 COMPARED = [method for method in METHODS if method != "tropd"] + UNEQUAL
-
-
-def launch(jobs: list, processes: int = 2) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += [WORKER, json.dumps(jobs)]
-    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stdout[-200:] + result.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +69,7 @@ def runs(checkpoint, tmp_path_factory) -> tuple[Path, Path]:
     shutil.copytree(one / "fire:half", two / "fire:continued")
     kinds = [*METHODS, *(f"{method}:whole" for method in METHODS), *UNEQUAL]
     kinds += ["fire:sampled", "fire:stopped", "fire:generated", "tropd:sampled", "tropd:stopped", "fire:half", "fire:continued"]
-    launch([job(kind, two) for kind in kinds])
+    launch("sharded_worker.py", json.dumps([job(kind, two) for kind in kinds]))
     shutil.copytree(two / "fire:half", one / "fire:continued")
     kind, model, run, changes = job("fire:continued", one)
     sharded_worker.main(kind, model, run, **changes)
@@ -195,7 +182,8 @@ class TestTwoProcesses:
 def test_replicas_of_shards(checkpoint, tmp_path):
     """Four processes, of which two hold a base model together."""
     sizes = {"fsdp_size": 2, "dp_replicate_size": 2}
-    launch([["fire", checkpoint, str(tmp_path / "fire"), sizes], ["fire:whole", checkpoint, str(tmp_path / "whole"), {}]], 4)
+    jobs = [["fire", checkpoint, str(tmp_path / "fire"), sizes], ["fire:whole", checkpoint, str(tmp_path / "whole"), {}]]
+    launch("sharded_worker.py", json.dumps(jobs), processes=4)
     whole = results(tmp_path / "whole")
     for rank in range(4):
         replicated = results(tmp_path / "fire", rank)
@@ -211,7 +199,8 @@ def test_servers_sample_for_a_sharded_base(checkpoint, tmp_path):
     server.context = 4096
     settings = {"rollouts": server.url}
     try:
-        launch([[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), settings] for how in ("", ":whole")])
+        jobs = [[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), settings] for how in ("", ":whole")]
+        launch("sharded_worker.py", json.dumps(jobs))
     finally:
         server.stop()
     sharded, whole = (results(tmp_path / f"run{how}") for how in ("", ":whole"))

@@ -22,6 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from peft import PeftModel
@@ -725,7 +726,7 @@ class TestRealEngine:
         processes = [int(word) for word in told.stdout.split()]
         assert told.returncode == -signal.SIGKILL and processes
         until = time.monotonic() + 30
-        while any(weights.is_alive(process) for process in processes):
+        while any(map(psutil.pid_exists, processes)):
             assert time.monotonic() < until, "the engine outlives its trainer"
             time.sleep(0.1)
 

@@ -11,6 +11,7 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from firedistill import Example, FeedbackField, SelfDistillConfig, SelfDistillTrainer, Task, Verdict
+from firedistill.run.log import read_jsonl
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -100,6 +101,14 @@ def run_trainer(checkpoint: str, folder: Path, task: Task | None = None, **chang
 def adapter_weights(trainer: SelfDistillTrainer) -> dict[str, torch.Tensor]:
     """Copies of the trained parameters, by name."""
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def rows_of(trainer: SelfDistillTrainer) -> list[dict]:
+    """The rows of a run that comes to its end."""
+    trainer.train()
+    rows = read_jsonl(Path(trainer.args.output_dir) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, trainer.args.max_steps + 1)), "the run came to its end"
+    return rows
 
 
 class ToyTask(Task):

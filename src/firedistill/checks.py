@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
-from firedistill.models.attention import NAME, multiplies_bfloat16
+from firedistill.models.attention import NAME, has_bfloat16
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import positions, unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -575,10 +575,11 @@ def check_servers(setup: Setup) -> Iterator[Finding]:
 
 
 def check_products(setup: Setup) -> Iterator[Finding]:
-    """A model in bfloat16 on a CPU without kernels for it."""
-    args = setup.args
-    if args.device.type == "cpu" and unwrap(setup.model).dtype == torch.bfloat16 and not multiplies_bfloat16():
-        text = "the model is in bfloat16, which this CPU does not multiply: products take several times as long as in float32"
+    """A model in bfloat16 on a device without kernels for it."""
+    device = setup.args.device
+    if unwrap(setup.model).dtype == torch.bfloat16 and not has_bfloat16(device):
+        slower = "products take several times as long as in float32" if device.type == "cpu" else "PyTorch emulates it"
+        text = f"the model is in bfloat16, which the {device.type} device does not multiply: {slower}"
         yield Finding("warning", "model_dtype", text, "--model_dtype float32 takes twice the memory for the weights")
 
 

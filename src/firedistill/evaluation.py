@@ -15,6 +15,7 @@ from torch import nn
 
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import SMALLER_EVALUATIONS, explained_memory, scoring_limit
+from firedistill.models.sharding import gather
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.objectives.batches import frozen_states, map_tokens
 from firedistill.objectives.distributions import entropy
@@ -53,7 +54,6 @@ def evaluate_all(
     args: SelfDistillConfig,
     model: nn.Module,
     progress: Callable[..., None],
-    gather: Callable[[list[Any]], list[Any]] = gather_object,
 ) -> Evaluation:
     """Answer the held-out examples greedily, `eval_samples` times by sampling, and those of further tasks greedily.
 
@@ -61,21 +61,20 @@ def evaluate_all(
         also: tasks with their examples, by the names of their columns.
         model: the student, which scores the entropy of sampled responses.
         progress: called as `progress(phase, done, total=...)`.
-        gather: returns the values of all processes.
 
     Raises:
         OutOfMemory: as `evaluate`.
     """
     sampled: list[Rollout] = []
     with getattr(engine, "returning_memory", nullcontext)():  # training has fewer prompts at once
-        greedy, summary = evaluate(engine, task, encoder, examples, args, partial(progress, "evaluation"), gather)
+        greedy, summary = evaluate(engine, task, encoder, examples, args, model, partial(progress, "evaluation"))
         if args.eval_samples:
             sampled, of_samples = evaluate_samples(
-                engine, task, encoder, examples, args, model, partial(progress, "sampled evaluation"), gather
+                engine, task, encoder, examples, args, model, partial(progress, "sampled evaluation")
             )
             summary |= of_samples
         for name, (other, others) in also.items():
-            _, found = evaluate(engine, other, encoder, others, args, partial(progress, f"evaluation on {name}"), gather)
+            _, found = evaluate(engine, other, encoder, others, args, model, partial(progress, f"evaluation on {name}"))
             summary |= {f"also_{name}": found["accuracy"], f"also_{name}_stderr": found["stderr"]}
     return Evaluation(greedy, sampled, summary)
 
@@ -105,14 +104,13 @@ def evaluate(
     encoder: PromptEncoder,
     examples: Sequence[Example],
     args: SelfDistillConfig,
+    model: nn.Module,
     progress: Callable[..., None],
-    gather: Callable[[list[Any]], list[Any]] = gather_object,
 ) -> tuple[list[Rollout], dict[str, Any]]:
     """Answer all examples greedily, each process its share of them.
 
     Args:
         progress: called as `progress(done, total=...)`.
-        gather: returns the values of all processes.
 
     Returns:
         The rollouts of all processes, and their summary with `skipped_over_budget` where examples were left out.
@@ -125,7 +123,7 @@ def evaluate(
         rollouts, skipped = answer_examples(
             engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
         )
-    rollouts = gather(rollouts)
+    rollouts = gather(model, rollouts)
     summary = summarize(rollouts)
     if skipped_anywhere := sum(gather_object([len(skipped)])):
         summary["skipped_over_budget"] = skipped_anywhere
@@ -140,7 +138,6 @@ def evaluate_samples(
     args: SelfDistillConfig,
     model: nn.Module,
     progress: Callable[..., None],
-    gather: Callable[[list[Any]], list[Any]] = gather_object,
 ) -> tuple[list[Rollout], dict[str, Any]]:
     """Sample `eval_samples` responses to every example with the sampling parameters of training; see `evaluate`.
 
@@ -155,7 +152,7 @@ def evaluate_samples(
             engine, task, encoder, args.sampling, args.budget, seed=args.seed + args.process_index, progress=shown
         ).student(requests)
         entropies = entropy_sums(model, rollouts, args.tokens_per_forward)
-    rollouts, everywhere = gather(rollouts), gather([entropies])
+    rollouts, everywhere = gather(model, rollouts), gather(model, [entropies])
     tokens = sum(count for _, count in everywhere)
     mean_entropy = sum(total for total, _ in everywhere) / tokens if tokens else math.nan
     return rollouts, summarize_samples(rollouts, args.eval_samples) | {"sampled_entropy": mean_entropy}
@@ -197,10 +194,6 @@ def summarize_samples(rollouts: Sequence[Rollout], samples: int) -> dict[str, An
     right = [sum(r.verdict.correct for r in members) for members in problems.values()]
     counts = sorted({2**power for power in range(1, samples.bit_length()) if 2**power <= samples} | ({samples} - {1}))
     rates = [count / samples for count in right]
-
-    def mean(values: Sequence[float]) -> float:
-        return fmean(values) if values else math.nan
-
     return {
         "sampled_accuracy": mean(rates),
         "sampled_stderr": stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan,
@@ -214,22 +207,23 @@ def summarize_samples(rollouts: Sequence[Rollout], samples: int) -> dict[str, An
     }
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN if there is no value."""
+    return fmean(values) if values else math.nan
+
+
 def summarize(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     """Accuracy (strict and lenient), its standard error, and how the responses look."""
     n = len(rollouts)
-
-    def share(values: Sequence[float]) -> float:
-        return sum(values) / n if n else math.nan
-
-    accuracy = share([r.verdict.correct for r in rollouts])
+    accuracy = mean([r.verdict.correct for r in rollouts])
     summary = {
         "accuracy": accuracy,
-        "lenient_accuracy": share([r.verdict.lenient_correct for r in rollouts]),
-        "well_formed_rate": share([r.verdict.well_formed for r in rollouts]),
+        "lenient_accuracy": mean([r.verdict.lenient_correct for r in rollouts]),
+        "well_formed_rate": mean([r.verdict.well_formed for r in rollouts]),
         "stderr": math.sqrt(accuracy * (1 - accuracy) / max(n, 1)),
         "n": n,
-        "truncated_rate": share([not r.response.finished for r in rollouts]),
-        "response_length": share([len(r.response_ids) for r in rollouts]),
+        "truncated_rate": mean([not r.response.finished for r in rollouts]),
+        "response_length": mean([len(r.response_ids) for r in rollouts]),
     }
     if failed := sum(r.verdict.failed for r in rollouts):
         summary["failed_verdicts"] = failed

@@ -172,12 +172,7 @@ def field_groups(feedback: Sequence[FeedbackField]) -> list[tuple[str, View]]:
     members: dict[str, list[int]] = {}
     for j, field in enumerate(feedback):
         members.setdefault(field.group or field.name, []).append(j)
-    return [(name, view_without(fields)) for name, fields in members.items()]
-
-
-def view_without(fields: Sequence[int]) -> View:
-    """The view without these fields."""
-    return fields[0] if len(fields) == 1 else tuple(fields)
+    return [(name, fields[0] if len(fields) == 1 else tuple(fields)) for name, fields in members.items()]
 
 
 def grouped(feedback: Sequence[FeedbackField], groups: Mapping[str, str]) -> tuple[FeedbackField, ...]:

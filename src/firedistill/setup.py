@@ -17,7 +17,7 @@ from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype
-from firedistill.models.attention import multiplies_bfloat16, use_own_attention
+from firedistill.models.attention import has_bfloat16, use_own_attention
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, load_adapter, sort_targets
@@ -185,20 +185,20 @@ def load_setup(
     if not hasattr(model, "peft_config"):
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
         model = trainable_adapter(cast(PreTrainedModel, model), args)
-    sort_targets(cast(PeftModel, model))
+    student = sort_targets(cast(PeftModel, model))
     if args.lora_dtype == "base":
-        compute_in_base_dtype(cast(PeftModel, model))
+        compute_in_base_dtype(student)
     teacher_model: PreTrainedModel | PeftModel | None = None
     teacher_tokenizer = tokenizer
     if teacher and args.teacher_kind == "adapter":
-        teacher_model = adapter_teacher(cast(PeftModel, model), args.teacher)
+        teacher_model = adapter_teacher(student, args.teacher)
         if args.lora_dtype == "base":
             compute_in_base_dtype(teacher_model)
     elif teacher and args.teacher_kind == "model":
         try:
             teacher_model, teacher_tokenizer = model_teacher(
                 args.teacher,
-                cast(PeftModel, model),
+                student,
                 tokenizer,
                 dtype=args.teacher_dtype or args.model_dtype,
                 quantization=args.teacher_quantization,
@@ -207,16 +207,16 @@ def load_setup(
             )
         except ModelError as error:
             raise ModelError(f"teacher {args.teacher}: {error}") from error
-    for each in (model, teacher_model):
+    for each in (student, teacher_model):
         if each is not None and args.device.type == "cuda":
             decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
         elif each is not None and args.attn_implementation is None:
             use_own_attention(each)
     if args.rollouts == "auto":
-        args.rollouts = choose_engine(cast(PeftModel, model), args)
-    decided |= decide_for_device(args, cast(PeftModel, model))
-    lockstep(model)  # all processes create it here
-    limit_waiting(model, args.ddp_timeout)
+        args.rollouts = choose_engine(student, args)
+    decided |= decide_for_device(args, student)
+    lockstep(student)  # all processes create it here
+    limit_waiting(student, args.ddp_timeout)
 
     if train_examples is not None:
         train_examples = given_examples(train_examples, task, "train_examples")
@@ -240,11 +240,11 @@ def load_setup(
         args.eval_strategy, args.eval_on_start = "no", False
     if not train and args.device.type == "cuda" and args.quantization is None:
         with explained_memory(f"the model does not fit; {LOADING}"):
-            cast(torch.nn.Module, model).to(args.device)  # `Trainer` does it where something is trained
+            student.to(args.device)  # `Trainer` does it where something is trained
     return Setup(
         args=args,
         task=task,
-        model=cast(PeftModel, model),
+        model=student,
         tokenizer=tokenizer,
         encoder=PromptEncoder(tokenizer),
         train_examples=train_examples,
@@ -262,11 +262,9 @@ def named_task(task: Any, args: SelfDistillConfig, judged: bool = False) -> Task
     Args:
         judged: see `load_task`.
     """
-    if task is None:
+    if task is None or isinstance(task, str):
+        args.task = args.task if task is None else task
         return load_task(args.task, judged=judged, **args.data_options)
-    if isinstance(task, str):
-        args.task = task
-        return load_task(task, judged=judged, **args.data_options)
     kind = type(task)
     if isinstance(task, Task) and (options := ", ".join(args.data_options)):
         raise ValueError(
@@ -383,16 +381,19 @@ def use_checkpoint_sampling(args: SelfDistillConfig, model: PreTrainedModel | Pe
 def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
     """Replace model_dtype 'auto' by the type that the device multiplies fast.
 
-    Where a CPU has no bfloat16 products, PyTorch takes several times as long for them as for those in float32.
+    A CPU without bfloat16 products takes several times as long for them as for those in float32. Older GPUs emulate them.
     """
     if args.model_dtype != "auto":
         return {}
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
-    if args.device.type == "cpu" and args.quantization != "nf4" and not multiplies_bfloat16():
-        need, memory = weight_bytes(name, "float32"), total_memory()
+    if args.quantization != "nf4" and not has_bfloat16(args.device):
+        need, memory = (
+            weight_bytes(name, "float32"),
+            total_memory() if args.device.type == "cpu" else unused_memory(args.device),
+        )
         args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
         sizes = f"the weights in float32 take {need / 1e9:.1f} GB, its memory is {memory / 1e9:.1f} GB"
-        why = f"this CPU does not multiply bfloat16; {sizes}"
+        why = f"the {args.device.type} device does not multiply bfloat16; {sizes}"
     return {"model_dtype": f"{args.model_dtype}: {why}"}
 
 

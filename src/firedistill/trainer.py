@@ -207,7 +207,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.last_metrics: dict[str, Any] = {}
         self._identity: dict[str, Any] | None = None
         self.counters = {"cumulative_generated_tokens": 0, "cumulative_train_seconds": 0.0, "skipped_updates": 0}
-        self.on_progress = no_progress
+        self.on_progress = lambda phase, done, total: None
         self.console_report: ConsoleReport | None = None
         if not args.disable_tqdm:
             self.console_report = ConsoleReport(self)
@@ -508,7 +508,6 @@ class SelfDistillTrainer(ResumableTrainer):
             self.args,
             self.model,
             self.on_progress,
-            partial(gather, self.model),
         )
         metrics_of(self.eval_engine)  # not of a training step
         judge = Metrics()
@@ -741,7 +740,3 @@ def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None
     if rate != args.learning_rate:
         logger.warning("learning_rate is that of the optimizer, %g, not %g", rate, args.learning_rate)
         args.learning_rate = rate
-
-
-def no_progress(phase: str, done: int, total: int) -> None:
-    """Show nothing."""

@@ -14,7 +14,7 @@ from firedistill.benchmarks import gpu, parts
 from firedistill.benchmarks.gpu.page import PAGE, write_page
 from firedistill.benchmarks.gpu.sizes import Setting
 from firedistill.benchmarks.harness import Options, hardware, plot, result, table, write
-from firedistill.models.attention import multiplies_bfloat16
+from firedistill.models.attention import has_bfloat16
 from firedistill.terminal import quiet_libraries, visible
 
 
@@ -49,7 +49,7 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
         torch.set_num_threads(options.threads)
     quiet_libraries()
     if options.dtype == "auto":
-        options.dtype = "bfloat16" if options.device == "cuda" or multiplies_bfloat16() else "float32"
+        options.dtype = "bfloat16" if has_bfloat16(torch.device(options.device)) else "float32"
     chosen = Options(options.model, options.repeats, options.device, options.dtype)
     for name, benchmark in selected.items():
         if not options.names and (package := benchmarks.missing_package(benchmark)):

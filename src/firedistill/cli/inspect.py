@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json
 from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit, scoring_limit
-from firedistill.models.sharding import gather, lockstep
+from firedistill.models.sharding import lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import View, shown_prompt, teacher_messages
@@ -135,9 +134,8 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
         def show(phase: str, done: int, total: int) -> None:
             status.update(f"{phase} {done}/{total}")
 
-        every = partial(gather, setup.model)
         summary = evaluate_all(
-            engine, setup.task, setup.encoder, setup.eval_examples, setup.also, setup.args, setup.model, show, every
+            engine, setup.task, setup.encoder, setup.eval_examples, setup.also, setup.args, setup.model, show
         ).summary
     if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")

@@ -211,6 +211,13 @@ def multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16. GPUs of a compute capability below 8.0 do not; PyTorch emulates it there."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type != "cpu" or multiplies_bfloat16()
+
+
 @contextmanager
 def bfloat16_products() -> Iterator[None]:
     """Let products of float32 matrices on a CPU round their factors to bfloat16; sums and results stay in float32."""

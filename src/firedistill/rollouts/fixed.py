@@ -252,18 +252,10 @@ class FixedBatch:
     Args:
         decoder: used by one batch at a time.
         uniforms: `[B, max(limits)]` float64 numbers in [0, 1): row b decides the draws of response b, independently of the batch.
-        every: tokens per row between two looks of the host.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        prompts: Sequence[list[int]],
-        sampling: Sampling,
-        uniforms: Tensor,
-        every: int = LOOK_EVERY,
-    ):
-        self.decoder, self.sampling, self.every = decoder, sampling, every
+    def __init__(self, decoder: Decoder, prompts: Sequence[list[int]], sampling: Sampling, uniforms: Tensor):
+        self.decoder, self.sampling = decoder, sampling
         self.count, self.steps = len(prompts), uniforms.shape[-1]
         self.rows = power_of_two(self.count)  # the others repeat the first one: few sizes, few graphs
         model = decoder.model
@@ -297,7 +289,7 @@ class FixedBatch:
         self.done, self.told = 1, 0  # tokens per row that are drawn, and that the caller knows
 
     def next_tokens(self) -> list[list[int]]:
-        until = min(self.told + self.every, self.steps)
+        until = min(self.told + LOOK_EVERY, self.steps)
         while True:
             with own_attention(self.decoder.model):
                 for done in range(self.done, until):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.memory import SMALLER_ROLLOUTS, BatchLimit
-from firedistill.models.states import inference_mode
+from firedistill.models.states import inference_mode, unwrap
 from firedistill.rollout import Response, Sampling
 from firedistill.rollouts.decoding import Batch, GrowingBatch, can_decode, decode
 from firedistill.rollouts.fixed import Decoder, FixedBatch, can_fix
@@ -225,8 +225,7 @@ def causal_lm_for_decoding(model: PreTrainedModel | PeftModel) -> PreTrainedMode
 @contextmanager
 def only_these_settings(model: PreTrainedModel | PeftModel) -> Iterator[None]:
     """Hide the checkpoint's generation settings: `generate` fills every default with them (top-k 20, repetition penalty 1.1, ...)."""
-    causal_lm: PreTrainedModel | PeftModel = cast(Any, model).get_base_model() if hasattr(model, "get_base_model") else model
-    owners = {id(owner): owner for owner in (model, causal_lm)}.values()
+    owners = {id(owner): owner for owner in (model, unwrap(model))}.values()
     saved = [(owner, owner.generation_config) for owner in owners]
     for owner in owners:
         owner.generation_config = GenerationConfig()

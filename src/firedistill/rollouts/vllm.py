@@ -42,6 +42,7 @@ from firedistill.rollouts.weights import (
     write_merged,
 )
 from firedistill.run.checkpoints import random_state, restore_random_state
+from firedistill.run.signals import REQUESTS
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as the largest rank
 # What a launcher sets for the trainer's own processes, which would make vLLM join them.
@@ -51,9 +52,6 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-NOT_FOR_THE_ENGINE = [
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)
-]
 
 
 class VLLMEngine(RemoteEngine):
@@ -301,7 +299,7 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) and visible[index] else str(index)
     resource_tracker.ensure_running()  # starting it later would unblock SIGINT and SIGTERM
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_ENGINE)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # they are for the trainer
     try:
         yield
     finally:

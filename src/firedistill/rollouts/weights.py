@@ -13,6 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from peft import PeftModel
 from peft.tuners import lora
@@ -124,16 +125,6 @@ def scratch_folder() -> Path:
     place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
     for folder in place.glob("firedistill-rollouts-*-*"):
         with suppress(OSError, ValueError):
-            if folder.stat().st_uid == os.getuid() and not is_alive(int(folder.name.split("-")[2])):
+            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(folder.name.split("-")[2])):
                 shutil.rmtree(folder)
     return Path(tempfile.mkdtemp(prefix=f"firedistill-rollouts-{os.getpid()}-", dir=place))
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

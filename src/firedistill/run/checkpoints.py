@@ -193,18 +193,18 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(gauss)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # a run on the CPU leaves GPUs alone
     }
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Restore what `random_state` returned, without CUDA's state where there is no GPU; raises CheckpointError."""
+    """Restore what `random_state` returned, without CUDA's state where no GPU is used; raises CheckpointError."""
     try:
         random.setstate(state["python"])
         kind, keys, position, has_gauss, gauss = state["numpy"]
         numpy.random.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, gauss))
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and state["cuda"] is not None:
+        if torch.cuda.is_initialized() and state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])
     except Exception as error:  # what NumPy and PyTorch raise for values that are not states
         raise CheckpointError(f"the checkpoint's random state is malformed ({error}); use an earlier checkpoint") from error

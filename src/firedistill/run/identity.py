@@ -117,7 +117,7 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: S
         config: its class has the default of a setting that is not stored.
     """
     defaults = {**_defaults(config), **BEFORE_THE_OPTION}
-    before, now = ({**defaults, **_part(run, "settings"), **_part(run, "given")} for run in (stored, present))
+    before, now = ({**defaults, **part(run, "settings"), **part(run, "given")} for run in (stored, present))
     unknown = object()
     found = {}
     for name in dict.fromkeys([*before, *now]):
@@ -131,13 +131,8 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: S
     return found
 
 
-def stored_settings(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the run that wrote a checkpoint."""
-    return _part(manifest, "settings")
-
-
-def _part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    return part if isinstance(part := stored.get(name), Mapping) else {}
+def part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return found if isinstance(found := stored.get(name), Mapping) else {}
 
 
 def _defaults(config: SelfDistillConfig) -> dict[str, Any]:
@@ -152,7 +147,7 @@ def refuse_differences(
     Raises:
         CheckpointError: a difference is not allowed, or an allowed name is neither a setting nor a fingerprint.
     """
-    given = _part(present, "given")
+    given = part(present, "given")
     known = [*_defaults(config), *given]
     for name in allowed:
         if name not in known:
@@ -241,7 +236,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def warn_of_another_machine(manifest: Mapping[str, Any], device: torch.device) -> None:
     """Log what differs from the machine that wrote the checkpoint."""
-    before, now = _part(manifest, "machine"), machine(device)
+    before, now = part(manifest, "machine"), machine(device)
     changed = [f"{name} {before.get(name)!r}, now {value!r}" for name, value in now.items() if before.get(name) != value]
     if changed:
         logger.warning(

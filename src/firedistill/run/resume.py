@@ -155,7 +155,7 @@ class ResumableTrainer(Trainer):
         step, manifest = checkpoints.step_of(folder), checkpoints.read_manifest(folder)
         if manifest.get("step") != step:
             raise CheckpointError(f"{folder} was renamed: it holds step {manifest.get('step')!r}")
-        self.adopt(identity.stored_settings(manifest))
+        self.adopt(identity.part(manifest, "settings"))
         self._allowed_changes = identity.refuse_differences(folder, manifest, self.identity(), self.args, allow_changes)
         if step > self.args.max_steps:
             raise CheckpointError(

@@ -20,6 +20,7 @@ ALWAYS = (signal.SIGTERM, signal.SIGINT)
 TO_REPORT = 5.0  # seconds
 # A closed terminal, the warnings of batch systems, and a limit of processor time; none of them exists on Windows.
 UNLESS_USED = [getattr(signal, name) for name in ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU") if hasattr(signal, name)]
+REQUESTS = (*ALWAYS, *UNLESS_USED)
 # The process that imported this module, and its parent: the launcher, if torchrun started it.
 _IMPORTED_BY, _PARENT = os.getpid(), os.getppid()
 

@@ -42,7 +42,7 @@ from firedistill.files import naming
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.directory import finished_step
 from firedistill.run.log import iterate_jsonl, last_row
-from firedistill.run.signals import ALWAYS, UNLESS_USED
+from firedistill.run.signals import REQUESTS
 from firedistill.suites.plan import Plan, PlannedRun, coerced_record, merge, read_plan, with_warm_starts, write_json
 from firedistill.terminal import visible
 
@@ -51,8 +51,7 @@ HOST = socket.gethostname()
 HEARTBEAT, GONE_AFTER = 10, 600
 # Seconds that a run has to stop before it is killed.
 PATIENCE = 60
-# What asks a run or a suite to stop, and the exit codes of a run that was asked: killed by one of these, or exited after one.
-REQUESTS = (*ALWAYS, *UNLESS_USED)
+# The exit codes of a run that was asked to stop: killed by a signal, or exited after one.
 STOPPED = {code for number in REQUESTS for code in (-number, 128 + number)}
 # Errors of `flock` for a lock that another process holds; some network file systems report EACCES.
 HELD = (BlockingIOError, PermissionError)

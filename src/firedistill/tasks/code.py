@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from firedistill.tasks.feedback import CUT_MARK
+from firedistill.tasks.feedback import quoted
 from firedistill.tasks.reading import open_rows
 from firedistill.tasks.sandbox import AT_ONCE, Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
 from firedistill.tasks.sources import SUFFIXES, DataError, Rows, kind_of, optional_text, text_field
@@ -24,7 +24,6 @@ from firedistill.tasks.types import Example, FeedbackField, Verdict
 CODE_INSTRUCTION = (
     "Answer with one Python program in a fenced code block (```python ... ```). It is run and tested; nothing else is read."
 )
-MAX_SHOWN_CHARACTERS = 160
 MAX_REMARKS = 3
 
 # The names under which published datasets (HumanEval, MBPP) have what the columns below hold.
@@ -407,12 +406,6 @@ def _column(row: Mapping[str, Any], names: Sequence[str]) -> str:
 
 
 # ---- Texts of the fields ----------------------------------------------------------------------------------------------------
-
-
-def quoted(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
-    """Text of a program on one line, in backticks, cut visibly."""
-    line = " ".join(text.split()).replace("`", "'")
-    return f"`{line if len(line) <= limit else line[: limit - len(CUT_MARK)] + CUT_MARK}`"
 
 
 def _verdict_text(tests: int, ran: int, failing: int, well_formed: bool) -> str:

@@ -70,7 +70,7 @@ def structured_feedback(task: Task, example: Example, response: str, verdict: Ve
 
 def verifier_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
     """b_1: whether the response is correct, its answer, the accepted answer, and the required change."""
-    expected = _gold(verdict.expected)
+    expected = _quote(verdict.expected or NO_GOLD)
     if verdict.correct:
         revision = ["keep the submitted final answer", "instruction=retain the final answer and the required output format"]
     else:
@@ -98,10 +98,10 @@ def parser_field(task: Task, example: Example, response: str, verdict: Verdict) 
         f"task type={task.type_name}",
         f"expected answer type={task.answer_type}",
         f"final marker={_marker(task)}",
-        f"marker count={_marker_count(task, response)}",
+        f"marker count={response.count(task.final_marker) if task.final_marker else 0}",
         f"parse success={'no' if verdict.submitted is None else 'yes'}",
         f"extracted normalized final answer={_submitted(verdict)}",
-        f"final line snapshot={_quote(_snapshot(last_line, MAX_LINE_CHARACTERS)) if last_line else 'none'}",
+        f"final line snapshot={quoted(last_line) if last_line else 'none'}",
     ]
     if not example.labels:  # the paper records nearby numbers for numerical tasks only
         items.append(f"numeric tokens near parsed span={_last_numbers(last_line)}")
@@ -177,25 +177,17 @@ def _cut(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - len(CUT_MARK)] + CUT_MARK
 
 
-def _snapshot(text: str, limit: int) -> str:
-    """`text` with white space collapsed, at most `limit` characters long."""
-    return _cut(" ".join(text.split()), limit)
-
-
-def _gold(expected: str) -> str:
-    return _quote(expected if expected else NO_GOLD)
+def quoted(text: str, limit: int = MAX_LINE_CHARACTERS) -> str:
+    """A text on one line, in backticks, cut visibly."""
+    return _quote(_cut(" ".join(text.split()), limit))
 
 
 def _submitted(verdict: Verdict) -> str:
-    return _quote(NO_PARSE if verdict.submitted is None else _snapshot(verdict.submitted, MAX_LINE_CHARACTERS))
+    return _quote(NO_PARSE) if verdict.submitted is None else quoted(verdict.submitted)
 
 
 def _marker(task: Task) -> str:
     return _quote(task.final_marker) if task.final_marker else "none"
-
-
-def _marker_count(task: Task, response: str) -> int:
-    return response.count(task.final_marker) if task.final_marker else 0
 
 
 def _nonempty_lines(response: str) -> list[str]:
@@ -225,7 +217,7 @@ def _number_list(numbers: Sequence[str]) -> str:
 def _expressions(response: str) -> tuple[int, str]:
     """The number of arithmetic expressions in the response, and the first few of them, quoted."""
     expressions = _EXPRESSION.findall(response)
-    snippets = [_quote(_snapshot(expression, MAX_SNIPPET_CHARACTERS)) for expression in expressions[:MAX_SNIPPETS]]
+    snippets = [quoted(expression, MAX_SNIPPET_CHARACTERS) for expression in expressions[:MAX_SNIPPETS]]
     if len(expressions) > MAX_SNIPPETS:
         snippets.append("...")
     return len(expressions), " | ".join(snippets) or "none"

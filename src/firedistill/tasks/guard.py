@@ -49,13 +49,10 @@ class GuardedTask:
         seconds: time limit of one call of `verify`, `feedback` or `prompt`, enforced as `time_limit` describes; None for no limit.
     """
 
+    judge_file: JudgeFile | None = None  # of the judge beside the task, see `JudgedTask`
+
     def __init__(self, task: Task, seconds: float | None = None):
         self.task, self.seconds = task, seconds
-
-    @property
-    def judge_file(self) -> JudgeFile | None:
-        """The judge beside the task; None without one, see `JudgedTask`."""
-        return None
 
     @property
     def own(self) -> GuardedTask:

@@ -45,9 +45,11 @@ class JudgedTask(GuardedTask):
         JudgeError: by `verify` and `feedback`, if the endpoint cannot be used or does not answer.
     """
 
+    judge_file: JudgeFile
+
     def __init__(self, task: Task, seconds: float | None, file: JudgeFile):
         super().__init__(task, seconds)
-        self.unjudged, self.file = GuardedTask(task, seconds), file
+        self.unjudged, self.judge_file = GuardedTask(task, seconds), file
         columns: list[str] = []
         if isinstance(task, TableTask):
             task.prepare()
@@ -56,10 +58,6 @@ class JudgedTask(GuardedTask):
         if isinstance(task, TableTask):
             task.kept_columns = self.asks.columns
         self.counts: dict[str, float] = defaultdict(int)
-
-    @property
-    def judge_file(self) -> JudgeFile:
-        return self.file
 
     @property
     def own(self) -> GuardedTask:
@@ -81,7 +79,7 @@ class JudgedTask(GuardedTask):
 
     def _joins(self, name: str) -> bool:
         """Whether the judge takes part in a method."""
-        return (name == "verify" and self.file.decides) or (name == "feedback" and self.asks.gives)
+        return (name == "verify" and self.judge_file.decides) or (name == "feedback" and self.asks.gives)
 
     def ask(self, example: Example, response: str, trial: bool = False) -> AsyncCall:
         """Begin to ask the judge; see `Judge.begin`.
@@ -97,7 +95,7 @@ class JudgedTask(GuardedTask):
         return self.asks.begin("\n\n".join([*turns, self.prompt(example)]), example, response, trial)
 
     def verify(self, example: Example, response: str, started: Any = None) -> Verdict:
-        if not self.file.decides:
+        if not self.judge_file.decides:
             return self.own.verify(example, response, started)
         begun = started or self.begin("verify", example, response)
         own = self.own.verify(example, response, begun.own)
@@ -116,7 +114,7 @@ class JudgedTask(GuardedTask):
             return self.own.feedback(example, response, verdict, started)
         begun = started or self.begin("feedback", example, response, verdict)
         own = self.own.feedback(example, response, verdict, begun.own)
-        values = self._opinion(example, response, begun, counted=not self.file.decides).values
+        values = self._opinion(example, response, begun, counted=not self.judge_file.decides).values
         fields = {field.name: field for field in own}
         fields |= {field.name: field for field in (self.asks.feedback(values) if values is not None else ())}
         return read_feedback(tuple(fields.values()), f"{example.uid}: feedback with a judge")
@@ -127,19 +125,19 @@ class JudgedTask(GuardedTask):
             for name, count in opinion.counts.items():
                 self.counts[name] += count
             if opinion.values is None:
-                left_out = "response is left out of training" if self.file.decides else "feedback lacks its fields"
+                left_out = "response is left out of training" if self.judge_file.decides else "feedback lacks its fields"
                 logger.warning("%s: the judge gave no usable reply (%s); the %s", example.uid, opinion.problem, left_out)
         return opinion
 
     def begin_run(self, folder: Path, process: int, train: bool = True) -> None:
         self.asks.replies.open(folder / FOLDER, f"replies-{process}.jsonl" if train else f"eval-{process}.jsonl")
         if train and process == 0:
-            write_judge(self.file, folder / FOLDER)
+            write_judge(self.judge_file, folder / FOLDER)
 
     def cost_line(self, folder: Path) -> str:
-        return cost_line(self.file, folder / FOLDER)
+        return cost_line(self.judge_file, folder / FOLDER)
 
     def take_counts(self) -> dict[str, float]:
         counts, self.counts = self.counts, defaultdict(int)
-        counts["judge_price"] = self.file.cost(counts["judge_prompt_tokens"], counts["judge_reply_tokens"])
+        counts["judge_price"] = self.judge_file.cost(counts["judge_prompt_tokens"], counts["judge_reply_tokens"])
         return {name: value for name, value in counts.items() if value}

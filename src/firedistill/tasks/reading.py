@@ -47,7 +47,7 @@ def open_rows(path: Path) -> Rows:
         DataError: the file cannot be read as what its name says.
     """
     name = path.name.lower()
-    with explained(path):
+    try:
         if name.endswith(".parquet"):
             return parquet_rows(path)
         if name.endswith((".csv", ".tsv")):
@@ -57,6 +57,9 @@ def open_rows(path: Path) -> Rows:
         with gzip.open(path) as compressed, scratch_file() as file:
             shutil.copyfileobj(compressed, file)
         return JsonLines(file).rows(str(path))
+    except (OSError, EOFError, zlib.error) as error:
+        text = f"{path} cannot be read ({type(error).__name__}: {error}): download or write it again"
+        raise DataError(text) from error
 
 
 @contextmanager
@@ -68,16 +71,6 @@ def scratch_file() -> Iterator[IO[bytes]]:
     except BaseException:
         file.close()
         raise
-
-
-@contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Errors of the file system and of decompression as DataErrors that name the file."""
-    try:
-        yield
-    except (OSError, EOFError, zlib.error) as error:
-        text = f"{path} cannot be read ({type(error).__name__}: {error}): download or write it again"
-        raise DataError(text) from error
 
 
 class JsonLines(Sequence[Mapping[str, Any]]):

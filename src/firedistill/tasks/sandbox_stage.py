@@ -259,27 +259,25 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
 
 
 def set_limits(limits: dict[str, Any], processes: int) -> None:
-    cpu = int(limits["cpu_seconds"])
-    for kind, soft, hard in (
-        ("CORE", 0, 0),
-        ("CPU", cpu, cpu + 1),
-        ("FSIZE", limits["file_bytes"], None),
-        ("NOFILE", limits["files"], None),
-        ("NPROC", processes, None),
-        ("MEMLOCK", 0, 0),
-        ("MSGQUEUE", 0, 0),
-        ("STACK", 16 << 20, None),
-        ("AS", limits["memory_bytes"], None),
+    for kind, soft in (
+        ("CORE", 0),
+        ("CPU", int(limits["cpu_seconds"])),
+        ("FSIZE", limits["file_bytes"]),
+        ("NOFILE", limits["files"]),
+        ("NPROC", processes),
+        ("MEMLOCK", 0),
+        ("MSGQUEUE", 0),
+        ("STACK", 16 << 20),
+        ("AS", limits["memory_bytes"]),
     ):
         number = getattr(resource, f"RLIMIT_{kind}", None)
         if number is not None:
             most = resource.getrlimit(number)[1]
-            values = [
-                value if most == resource.RLIM_INFINITY else min(value, most)
-                for value in (soft, soft if hard is None else hard)
-            ]
+            hard = soft + (kind == "CPU")  # a second to report in
+            if most != resource.RLIM_INFINITY:
+                soft, hard = min(soft, most), min(hard, most)
             try:
-                resource.setrlimit(number, (values[0], values[1]))
+                resource.setrlimit(number, (soft, hard))
             except (ValueError, OSError):
                 if sys.platform == "linux":  # macOS has no limit on address space
                     raise

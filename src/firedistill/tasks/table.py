@@ -592,16 +592,14 @@ class TableTask(Task):
             example = choice_example("", question, options, answer, working=working)
             question, solution, letters = example.question, example.solution, example.labels
         else:
-            options, letters = [], ()
-            answer = ""
-            accepted: tuple[str, ...] = ()
+            options, letters, answer = [], (), ""
             if self.verifier is not None and self.answer is None:
                 answer = shown(self._value(row, "answer")) or ""
             elif "answer" in self.roles:
                 answer, before, accepted = read_gold(self.kind, self._value(row, "answer"), str(self.roles["answer"]))
                 working = working or before or None
-            if accepted:
-                metadata["accepted"] = accepted
+                if accepted:
+                    metadata["accepted"] = accepted
             solution = self._solution(working, answer) if self.verifier is None else working
         return Example(
             uid=uid,

@@ -36,12 +36,6 @@ class EMAWeights:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; add an adapter before creating the teacher")
-        self.shadow: dict[str, Tensor] = {}
-        self.copy_student()
-
-    @torch.no_grad()
-    def copy_student(self) -> None:
-        """Make the teacher an exact float32 copy of the student."""
         self.shadow = {name: p.detach().float().clone() for name, p in self.parameters.items()}
 
     @torch.no_grad()

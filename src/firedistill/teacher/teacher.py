@@ -143,7 +143,8 @@ class Teacher:
         """
         lengths = list(lengths) if lengths is not None else [len(rollout.response_ids) for rollout in rollouts]
         if not (rollouts and views):
-            return [ResponseStates(self._no_states(), []) for _ in views]
+            width = unwrap(self.model).config.get_text_config().hidden_size
+            return [ResponseStates(torch.empty(0, width, device=self.device), []) for _ in views]
         with self.metrics.timed("seconds_score", self.device):
             of_each = zip(rollouts, lengths, strict=True)
             longest = max(len(self.prompt_ids(rollout, view)) + length for rollout, length in of_each for view in views)
@@ -237,9 +238,6 @@ class Teacher:
         states = score_responses(self.model, prompts, responses, max_tokens=self.limit.size)
         self.metrics.total(teacher_tokens=sum(map(len, prompts)) + sum(map(len, responses)))
         return [states.select(range(v * len(rollouts), (v + 1) * len(rollouts))) for v in range(len(views))]
-
-    def _no_states(self) -> Tensor:
-        return torch.empty(0, unwrap(self.model).config.get_text_config().hidden_size, device=self.device)
 
 
 class CutHead(Head):

@@ -203,9 +203,7 @@ def lab_run(setting: Setting, settings: dict[str, Any]) -> tuple[dict[str, np.nd
             "save_strategy": "no",
             "use_cpu": not setting.is_gpu,
         }
-        callback = EveryStep()
-        trainer = MeasuredTrainer(args=build_config(SelfDistillConfig, "lab", given | settings), callbacks=[callback])
-        callback.trainer = trainer
+        trainer = MeasuredTrainer(args=build_config(SelfDistillConfig, "lab", given | settings))
         trainer.train(preflight=False)
         losses = [row["loss"] for row in trainer.rows]
         trained = {name: p.detach().float().cpu() for name, p in trainer.model.named_parameters() if p.requires_grad}

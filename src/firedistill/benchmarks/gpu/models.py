@@ -117,21 +117,22 @@ class MeasuredTrainer(SelfDistillTrainer):
             self.over = None
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def finish_step(self) -> None:
+        super().finish_step()
+        self.rows.append(self.last_metrics)
+
 
 class EveryStep(TrainerCallback):
-    """Calls `before(step)` and `after(step)` of every step, counted from 0, and keeps the trainer's rows."""
+    """Calls `before(step)` and `after(step)` of every step, counted from 0."""
 
     def __init__(self, before: Callable[[int], None] | None = None, after: Callable[[int], None] | None = None):
         self.before, self.after = before, after
-        self.trainer: MeasuredTrainer | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.before is not None:
             self.before(state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer is not None:
-            self.trainer.rows.append(self.trainer.last_metrics)
         if self.after is not None:
             self.after(state.global_step - 1)
 
@@ -149,7 +150,7 @@ def trainer_of(
     Args:
         model: a model, or the name of one with its tokenizer.
     """
-    sizes, callback = setting.sizes, callback or EveryStep()
+    sizes = setting.sizes
     task = GPUTask(sizes, tokenizer if tokenizer is not None else word_tokenizer())
     with tempfile.TemporaryDirectory() as folder:
         given: dict[str, Any] = {
@@ -166,18 +167,13 @@ def trainer_of(
             "use_cpu": not setting.is_gpu,
         }
         name = {"model": model} if isinstance(model, str) else {}
-        trainer = MeasuredTrainer(
+        yield MeasuredTrainer(
             model=None if name else model,
             args=SelfDistillConfig(**given | name | settings),
             task=task,
             processing_class=None if name else (tokenizer or word_tokenizer()),
-            callbacks=[callback],
+            callbacks=[callback] if callback else None,
         )
-        callback.trainer = trainer
-        try:
-            yield trainer
-        finally:
-            callback.trainer = None
 
 
 def wrong_rollouts(trainer: SelfDistillTrainer, count: int, response: int) -> list[Rollout]:
