@@ -35,6 +35,7 @@ from firedistill.rollout import Response
 from firedistill.run.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError
+from firedistill.teacher.ema import EMAWeights
 from firedistill.terminal import visible
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, run_trainer
@@ -283,6 +284,9 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             "eval_strategy is 'epoch': expected 'steps' (Do not change; use eval_size and eval_steps.)",
         ),
         ({"eval_strategy": "no"}, "eval_strategy is 'no': expected 'steps'"),
+        ({"save_strategy": "epoch"}, "save_strategy is 'epoch': expected 'steps' or 'no' (Do not change, or 'no'"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers is -1: expected 0 or more"),
+        ({"dataloader_persistent_workers": True}, "dataloader_num_workers is 0: expected 0 or more, and 1 or more with"),
         ({"remove_unused_columns": True}, "remove_unused_columns is True: expected False"),
         ({"dataloader_pin_memory": True}, "dataloader_pin_memory is True: expected False"),
         ({"rollouts": "http://host:port"}, "rollouts names 'http://host:port': expected addresses such as http://host:8000"),
@@ -533,7 +537,9 @@ def test_control_c(firedistill, monkeypatch):
 
     monkeypatch.setattr(cli, "load_command", lambda name: train)
     told = firedistill("train")
-    assert told.status == 130 and "--resume" in told.err
+    assert told.status == 130 and "the same command resumes the run" in told.err
+    told = firedistill("report")
+    assert told.status == 130 and told.err == "stopped\n"
 
 
 # ---- Help ------------------------------------------------------------------------------------------------------------------
@@ -886,6 +892,16 @@ def test_inspect_saves_what_a_report_shows(run, tmp_path, firedistill):
     assert [found["step"] for found in attributions_of(read_run(copy), notes)[0]] == [2, 4] and not notes
 
 
+def test_the_folder_of_a_checkpoint_has_the_teacher_of_its_step(run, firedistill, monkeypatch):
+    loaded, load = [], EMAWeights.load
+    monkeypatch.setattr(EMAWeights, "load", lambda self, folder: loaded.append(folder) or load(self, folder))
+    by_step, by_folder = firedistill("inspect", run, "--checkpoint", 2), firedistill("inspect", run / "checkpoint-2")
+    assert by_step.status == by_folder.status == 0 and by_step.out == by_folder.out
+    assert loaded == [run / "checkpoint-2"] * 2
+    told = firedistill("eval", run / "checkpoint-2", "--initial_adapter", run / "adapter")
+    assert told.status == 2 and "both name an adapter: leave one of them out" in told.err
+
+
 def test_inspect_writes_nothing_if_every_example_is_left_out(run, tmp_path, firedistill):
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
@@ -929,6 +945,7 @@ def test_options_that_a_command_reads():
         (["--count", "2"], "--count is 2; expected 1 or more, and --save with more than 1"),
         (["--save", "--prompts"], "--prompts has no effect with --save"),
         (["--checkpoint", "2", "--initial_adapter", "x"], "--checkpoint and --initial_adapter both name an adapter"),
+        (["--save", "--task", "arithmetic"], "--task has no place beside --save, which stores what the run itself does"),
     ],
 )
 def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):

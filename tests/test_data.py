@@ -19,7 +19,7 @@ from pyarrow import parquet
 
 from firedistill import Example, FeedbackField, Task, Verdict, load_task, task
 from firedistill.cli.arguments import parse_settings
-from firedistill.cli.data import near_misses
+from firedistill.cli.data import another, near_misses
 from firedistill.cli.main import main
 from firedistill.models.lora import add_lora
 from firedistill.objectives import load_objective
@@ -79,6 +79,21 @@ def test_every_kind_of_file_gives_the_same_split(kind, tmp_path):
         assert contents(found.examples(split)) == contents(expected.examples(split))
         assert len(found.examples(split)) == count
     assert both(found)[3].uid == f"{found.name}/all/3"
+
+
+@pytest.mark.parametrize("gold", ["41", "--3", "9" * 5000, "-0", "pine", ""])
+def test_another_answer_is_another_answer(gold):
+    assert another(Example(uid="", question="", answer=gold)) != gold
+
+
+def test_numbers_with_a_decimal_comma_are_pointed_out():
+    for answers, guess in (
+        (["0,5", "3"], "several numbers, not a decimal comma, in 1 of them, the first '0,5'"),
+        (["1; 2", "3"], None),
+    ):
+        task = load_task([{"question": str(i), "answer": answer} for i, answer in enumerate(answers)])
+        task.prepare()
+        assert [text for text in task.guesses if text.startswith("several")] == [guess] * (guess is not None)
 
 
 def test_near_misses_change_the_answer_and_not_its_marker():
@@ -254,6 +269,19 @@ def test_no_bytes_end_in_another_error(name, tmp_path):
         ({"question": "?", "answer": 1}, {"feedback": {"x": 1}}, "feedback x is 1: expected a text"),
         ({"question": "?", "answer": 1}, {"columns": {"answer": 1}}, "columns answer is 1: expected the name"),
         ({"question": "?", "answer": 1}, {"eval_data": "test"}, "eval_data is 'test'"),
+        ({"question": "?", "answer": 1}, {"eval_data": "test.jsonl"}, "eval_data: there is no file test.jsonl"),
+        (
+            {"question": "?", "answer": 1},
+            {"columns": {"answer": ""}},
+            "a row needs its answer: name a column by --columns answer=",
+        ),
+        (
+            {"question": "?", "answer": 1},
+            {"columns": {"question": ""}},
+            "a row needs its question: .*columns: question, answer",
+        ),
+        ({"question": "?", "answer": 1}, {"columns": ["question"]}, "columns is a list: expected a mapping"),
+        ({"question": "?", "answer": 1}, {"feedback": ["hint"]}, "feedback is a list: expected a mapping"),
     ],
 )
 def test_what_cannot_be_guessed_is_asked_for(row, options, match):

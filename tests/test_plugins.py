@@ -161,6 +161,8 @@ def test_the_command_line_trains_with_a_plugin(installed, tmp_path, capsys):
 def test_a_method_in_a_file_or_in_the_working_folder(tmp_path, monkeypatch):
     (tmp_path / "my_plugin_methods.py").write_text(METHODS)
     (tmp_path / "fails.py").write_text("1 / 0\n")
+    (tmp_path / "value.py").write_text("int('x')\n")
+    (tmp_path / "package.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
     for name in ("my_plugin_methods:Calm", "./my_plugin_methods.py:Calm", f"{tmp_path}/my_plugin_methods.py:Calm"):
         assert load_objective(name, {"patience": 3}).patience == 3.0
@@ -169,6 +171,8 @@ def test_a_method_in_a_file_or_in_the_working_folder(tmp_path, monkeypatch):
         ("my_plugin_methods:Clam", "my_plugin_methods has no Clam; did you mean Calm"),
         ("./nowhere.py:Calm", "there is no file .*nowhere.py"),
         ("fails:Calm", "importing fails raised ZeroDivisionError"),
+        ("./value.py:Calm", "importing ./value.py raised ValueError: invalid literal"),
+        ("./package.py:Calm", "importing ./package.py raised ModuleNotFoundError: No module named 'no_such_package'"),
         ("my_plugin_methods:dataclass", "is not a subclass of firedistill.objectives.Objective"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -346,6 +346,10 @@ def test_settings_that_do_not_fit(model, tmp_path):
     assert "7 problems are requested, the task has 5" in shown and "warms up for 9 of 6 steps" in shown
 
 
+def test_an_optimizer_whose_package_is_missing(model, tmp_path):
+    assert "optim: You need to install" in only(found(model, tmp_path, optim="galore_adamw"), "error")
+
+
 def test_supervised_training_is_a_warm_start(model, tmp_path):
     config = killable_config(model, tmp_path / "run", "supervised")
     (finding,) = check_settings(load_setup(config, task=ToyTask()))

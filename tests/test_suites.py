@@ -24,7 +24,7 @@ from firedistill.cli import suite as command
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
 from firedistill.suites import run as running
-from firedistill.suites.plan import Plan, built_in_suites, make_plan, merge, read_plan, read_suite
+from firedistill.suites.plan import Plan, absolute, built_in_suites, make_plan, merge, read_plan, read_suite
 from firedistill.suites.run import (
     HOST,
     Runner,
@@ -202,6 +202,21 @@ def test_a_sweep_keeps_the_nominal_rate(toy):
     fixed = make_plan(str(toy), only=["fire"], seeds=[3], options={"step_scale": "2", "nominal_learning_rate": "none"}).runs
     assert fixed[-1].settings["learning_rate"] == 4e-3 and fixed[-1].settings["nominal_learning_rate"] == "none"
     assert runs["toy-fire-lr2x-seed3"].variant == "2x" and runs["toy-fire-seed3"].recipe == str(toy.parent / "toy.yaml")
+
+
+def test_files_and_folders_of_a_suite_are_found_from_everywhere(toy, tmp_path, monkeypatch):
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "my_task.py").write_text("")
+    (tmp_path / "data.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert absolute("teacher", "teacher") == str(tmp_path / "teacher") and absolute("teacher", "initial") == "initial"
+    assert absolute("task", "./my_task.py:words") == f"{tmp_path}/my_task.py:words"
+    assert absolute("task", "code:data.jsonl") == f"code:{tmp_path}/data.jsonl" and absolute("task", "lab") == "lab"
+    assert absolute("judge", "data.jsonl") == absolute("eval_data", "data.jsonl") == str(tmp_path / "data.jsonl")
+    assert absolute("task", "teacher") == "teacher" and absolute("method", "./my_task.py:M") == "./my_task.py:M"
+    toy.write_text(SUITE.replace("ema_rate: 0.5", "ema_rate: 0.5, data_dir: teacher"))
+    settings = [run.settings for run in make_plan(str(toy), options={"max_steps": 3}).runs]
+    assert {entry["data_dir"] for entry in settings} == {str(tmp_path / "teacher")}
 
 
 def test_options_for_all_runs_win_and_are_checked(toy):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -444,6 +446,45 @@ def test_a_step_without_a_usable_gradient_updates_nothing(method, checkpoint, tm
     rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert [row["skipped_update"] for row in rows] == [1, 1] and rows[-1]["skipped_updates"] == 2
     assert rows[0]["learning_rate"] != rows[1]["learning_rate"], "the schedule advances"
+
+
+@register("clumsy")
+class Clumsy(Objective):
+    """Returns something else than it should."""
+
+    names: str = ""
+    returned: dict[str, Any] = {}
+
+    def needs_teacher(self, rollout):
+        return False
+
+    def prepare(self, step):
+        return self.returned.get("prepare", super().prepare(step))
+
+    def loss(self, batch):
+        return self.returned.get("loss", (batch.student.hidden.sum(), Metrics()))
+
+
+def column_of_every_method() -> Metrics:
+    metrics = Metrics()
+    metrics.mean(step=3.0)
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("returned", "complaint"),
+    [
+        ({"prepare": None}, "prepare of method clumsy returned a NoneType, expected a pair of a Sequence and Metrics"),
+        ({"prepare": ([], Metrics())}, "prepare of method clumsy returned 0 entries for 4 rollouts"),
+        ({"loss": None}, "loss of method clumsy returned a NoneType, expected a pair of a Tensor and Metrics"),
+        ({"loss": (0.0, Metrics())}, "loss of method clumsy returned a tuple, expected a pair of a Tensor and Metrics"),
+        ({"prepare": ([None] * 4, column_of_every_method())}, "method clumsy logs a metric 'step', which is a column of every"),
+    ],
+)
+def test_a_method_that_returns_something_else_is_told_what_is_expected(returned, complaint, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(Clumsy, "returned", returned)
+    with pytest.raises(ValueError, match=re.escape(complaint)):
+        run_trainer(checkpoint, tmp_path / "run", method="clumsy", max_steps=1, eval_size=0).train()
 
 
 @register("one_bad_response")

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 import torch
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
@@ -519,8 +519,12 @@ def check_gradient(setup: Setup) -> Iterator[Finding]:
 
 
 def check_settings(setup: Setup) -> Iterator[Finding]:
-    """Sizes against the data, warm-up against the steps, solutions for supervised training."""
+    """Sizes against the data, the optimizer's package, warm-up against the steps, solutions for supervised training."""
     args = setup.args
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args, unwrap(setup.model))
+    except (ImportError, ValueError) as error:
+        yield Finding("error", "optim", " ".join(str(error).split()), "install the package, or choose another --optim")
     for name, requested, found in (
         ("train_size", args.train_size, len(setup.train_examples)),
         ("eval_size", args.eval_size, len(setup.eval_examples)),

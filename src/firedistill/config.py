@@ -345,6 +345,7 @@ class SelfDistillConfig(TrainingArguments):
     )
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
     save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps.", effect="none", above=0)
+    save_strategy: str = inherited_setting("steps", "Do not change, or 'no': a run has no epochs.", choices=("steps", "no"))
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
         "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
@@ -491,6 +492,11 @@ class SelfDistillConfig(TrainingArguments):
             os.path.abspath(self.run_dir).encode()
         except UnicodeEncodeError:
             raise ValueError(f"output_dir is {os.path.abspath(self.run_dir)!r}: expected a path in UTF-8") from None
+        if self.dataloader_num_workers < 0 or (self.dataloader_persistent_workers and not self.dataloader_num_workers):
+            raise ValueError(
+                f"dataloader_num_workers is {self.dataloader_num_workers}: expected 0 or more, and 1 or more with "
+                "dataloader_persistent_workers"
+            )
         if self.max_steps * self.per_device_train_batch_size * self.gradient_accumulation_steps >= 2**53:
             raise ValueError(
                 f"max_steps ({self.max_steps}), per_device_train_batch_size ({self.per_device_train_batch_size}) and "

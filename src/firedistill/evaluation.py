@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -228,7 +229,9 @@ def summarize(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if failed := sum(r.verdict.failed for r in rollouts):
         summary["failed_verdicts"] = failed
     categories = sorted({r.example.category for r in rollouts if r.example.category})
+    plain = Counter(category.replace(" ", "_") for category in categories)
     for category in categories:
+        name = category.replace(" ", "_")
         members = [r.verdict.correct for r in rollouts if r.example.category == category]
-        summary[f"accuracy_{category.replace(' ', '_')}"] = sum(members) / len(members)
+        summary[f"accuracy_{name if plain[name] == 1 else category}"] = mean(members)
     return summary

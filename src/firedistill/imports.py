@@ -74,8 +74,10 @@ def load_object(path: str) -> Any:
         ValueError: there is no such file, the module has no such name, or importing it raises.
     """
     place, _, name = path.rpartition(":")
+    is_file = place.endswith(".py")
+    file = users_file(Path(place)) if is_file else Path()
     with errors_of(place):
-        module = import_users_file(Path(place)) if place.endswith(".py") else import_users_module(place)
+        module = import_users_file(file) if is_file else import_users_module(place)
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), n=3)
         raise ValueError(f"{path!r}: {place} has no {name}" + (f"; did you mean {' or '.join(close)}?" if close else ""))
@@ -84,13 +86,19 @@ def load_object(path: str) -> Any:
 
 @contextmanager
 def errors_of(place: str) -> Iterator[None]:
-    """Turn whatever the import of a module raises, but for Ctrl-C and missing modules and files, into a ValueError that names it."""
+    """Turn whatever the import of a module raises into an ImportError or a ValueError that names the module.
+
+    Ctrl-C and the error of a module that does not exist pass.
+    """
     try:
         yield
-    except (KeyboardInterrupt, ImportError, OSError, ValueError):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # also SystemExit
-        raise ValueError(f"importing {place} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        if isinstance(error, ModuleNotFoundError) and is_missing(place, error):
+            raise
+        kind = ImportError if isinstance(error, ImportError) else ValueError
+        raise kind(f"importing {place} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def import_users_module(name: str) -> ModuleType:
@@ -110,16 +118,21 @@ def import_users_module(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
-def import_users_file(path: Path) -> ModuleType:
-    """The module in a file, imported once; what lies beside it can be imported by it.
+def users_file(given: Path) -> Path:
+    """The full path of a file.
 
     Raises:
         ValueError: there is no such file.
     """
-    given, path = path, path.expanduser().resolve()
+    path = given.expanduser().resolve()
     if not path.is_file():
         relative = "" if given.expanduser().is_absolute() else f" ({given} is relative to the working folder)"
         raise ValueError(f"there is no file {path}{relative}")
+    return path
+
+
+def import_users_file(path: Path) -> ModuleType:
+    """The module in a file, imported once; what lies beside it can be imported by it."""
     name = f"firedistill_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"  # hides no other module
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

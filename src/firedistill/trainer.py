@@ -241,7 +241,11 @@ class SelfDistillTrainer(ResumableTrainer):
             head=self.head,
             teacher=self.teacher,
         )
-        prepared, diagnostics = self.objective.prepare(step)
+        prepared, diagnostics = pair(self.objective.prepare(step), "prepare", Sequence, self.args.method)
+        if len(prepared) != len(selection.trained):
+            raise ValueError(
+                f"prepare of method {self.args.method} returned {len(prepared)} entries for {len(selection.trained)} rollouts"
+            )
         self.teacher.forget()
         wait_for_processes(self.model)
         metrics.merge([sampled, selection.metrics, step.metrics, diagnostics])
@@ -315,7 +319,7 @@ class SelfDistillTrainer(ResumableTrainer):
             step_scale=record.step_scale,
             log_prob_floor=self.args.log_prob_floor,
         )
-        loss, metrics = self.objective.loss(batch)
+        loss, metrics = pair(self.objective.loss(batch), "loss", Tensor, self.args.method)
         self.teacher.forget()
         first = not record.grad_norms  # the student is still the one that was handed over
         if first and any(rollout.response.log_probs for rollout in rollouts):
@@ -448,7 +452,7 @@ class SelfDistillTrainer(ResumableTrainer):
         norms, distance = record.grad_norms, self.teacher.weights.distance()
         self.counters["cumulative_generated_tokens"] += row["generated_tokens"]
         self.counters["cumulative_train_seconds"] += total
-        self.last_metrics = {
+        own = {
             "step": self.state.global_step,
             "loss": sum(loss for _, loss, _ in ranks) / len(ranks) / len(norms),
             "grad_norm": statistics.fmean(norms),
@@ -459,6 +463,13 @@ class SelfDistillTrainer(ResumableTrainer):
             "train_seconds": total,
             "teacher_tokens": read,
             "teacher_tokens_saved": naive - read,
+        }
+        if taken := sorted(own.keys() & row.keys()):
+            raise ValueError(
+                f"method {self.args.method} logs a metric {taken[0]!r}, which is a column of every method: give it another name"
+            )
+        self.last_metrics = {
+            **own,
             **row,
             **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
             **({} if distance is None else {"ema_distance": distance}),
@@ -732,6 +743,15 @@ class StepCallbacks(TrainerCallback):
         self.trainer.finish_step()
         if state.global_step >= state.max_steps and self.trainer.eval_examples:
             control.should_evaluate = True
+
+
+def pair(found: Any, name: str, kind: Any, method: str) -> Any:
+    """What a method's function returned, which must be a value of this kind and metrics."""
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], kind) and isinstance(found[1], Metrics)):
+        raise ValueError(
+            f"{name} of method {method} returned a {type(found).__name__}, expected a pair of a {kind.__name__} and Metrics"
+        )
+    return found
 
 
 def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -91,6 +92,8 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
     recipe, settings = options.recipe, options.settings
     refuse_unread(settings, READ | {option.name for option in option_groups(SelfDistillConfig)["Your own data"]})
     if recipe is not None and not is_recipe(recipe):
+        if "task" in settings:
+            raise ValueError(f"{recipe} and --task {settings['task']} both name data: leave one of them out")
         recipe, settings = None, {"task": recipe, **settings}
     elif recipe is None and "task" not in settings:
         raise ValueError("name the data: firedistill data my.jsonl")
@@ -146,6 +149,8 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
         report.notes.append(str(error).split("\n")[0])
         return report
     report.splits = {"train": len(train), f"{config.eval_split} (the first {config.eval_size})": len(evaluation)}
+    if config.eval_size and not evaluation:
+        report.notes.append("held-out data: there is none, so a run evaluates nothing; name some by --eval_data")
     report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
     # The checks of data read these four attributes only.
     nothing = cast(Any, None)
@@ -239,7 +244,9 @@ def another(example: Example) -> str:
     gold = str(example.answer)
     if example.labels:
         return next(label for label in example.labels if label != gold)
-    return str(int(gold) + 1) if gold.lstrip("-").isdecimal() else f"{gold} not" if gold else "something"
+    if re.fullmatch(r"-?\d{1,1000}", gold):
+        return str(int(gold) + 1)
+    return f"{gold} not" if gold else "something"
 
 
 def lines_of(report: DataReport) -> Iterator[str]:

@@ -39,6 +39,8 @@ FILES = ("config.yaml", "adapter_config.json")
 """Files that a run directory or an adapter has."""
 SAMPLED = {"temperature", "top_p", "top_k", "score_tokens_per_forward"}
 """Options that sampled responses depend on, and greedy ones do not."""
+OF_RUN = {"task", "model", "data_dir", "initial_adapter", "method"}
+"""Options that define a run."""
 # The options that a command reads: all of some groups, but for those that only training reads, and more.
 OF_BOTH = {"seed", "deterministic", "output_dir", "eval_subset_seed", "use_cpu", "ddp_backend", "ddp_timeout", "tf32"}
 OF_TRAINING = {"train_size", "ema_rate", "drop_unfinished_rollouts", "gradient_checkpointing"}
@@ -95,7 +97,9 @@ def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[
     Raises:
         ValueError: the adapter is not in a run directory, and no task is given, or no base model is known.
     """
-    run, settings = Path(folder).resolve().parent, {"initial_adapter": folder, **settings}
+    if "initial_adapter" in settings:
+        raise ValueError(f"{folder} and --initial_adapter both name an adapter: leave one of them out")
+    run, settings = Path(folder).resolve().parent, {**settings, "initial_adapter": folder}
     if (run / "config.yaml").is_file():
         return str(run), settings
     if "task" not in settings:
@@ -173,6 +177,10 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
     folder = Path(options.recipe or "")
     if options.save and not (folder / "config.yaml").is_file():
         raise ValueError("--save needs a run directory: firedistill inspect RUN --save")
+    if options.save and (other := sorted(OF_RUN & options.settings.keys())):
+        raise ValueError(
+            f"--{other[0]} has no place beside --save, which stores what the run itself does: leave one of them out"
+        )
     checkpoint = None
     if options.checkpoint is not None:
         if "initial_adapter" in options.settings:
@@ -182,6 +190,8 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
             steps = ", ".join(str(step_of(path)) for path in all_checkpoints(folder)) or "none"
             raise ValueError(f"--checkpoint is {options.checkpoint}; {folder} has checkpoints of these steps: {steps}")
         options.settings["initial_adapter"] = str(checkpoint)
+    elif (folder / "checkpoint.json").is_file():
+        checkpoint = folder  # student and teacher of that step
     setup = setup_for(config_for(options.recipe, options.settings))
     args, task, first = setup.args, setup.task, options.example
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)

@@ -107,9 +107,12 @@ def run(arguments: Sequence[str]) -> int:
             parse_suite(rest)
         return load_command(parsed.command)(rest, console)
     except KeyboardInterrupt:
-        Console(stderr=True).print(
-            f"{of_rank()}stopped; if the run has a checkpoint, the same command with --resume continues it", style="yellow"
+        hint = (
+            "; the same command resumes the run from its last checkpoint, if there is one"
+            if parsed.command in ("train", "warmstart")
+            else ""
         )
+        Console(stderr=True).print(f"{of_rank()}stopped{hint}", style="yellow", soft_wrap=True)
         return 130
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         # A user's mistake is a ValueError with a message that says so, a file that cannot be used, or a package that is not installed.

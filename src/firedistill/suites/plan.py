@@ -173,7 +173,7 @@ def settings_of(block: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"settings are {shortened(repr(settings))}; expected a mapping of options to values")
     if taken := next((key for key in settings if key in SET_BY_SUITE), None):
         raise ValueError(f"settings has {taken}, which a suite sets for each run; {SET_BY_SUITE[taken]}")
-    return settings
+    return {name: absolute(name, value) for name, value in settings.items()}
 
 
 def runs_of(
@@ -270,9 +270,18 @@ def absolute(name: str, value: Any) -> Any:
     """Make folders and files absolute, because a suite may be continued from another working directory."""
     if not isinstance(value, str):
         return value
-    is_folder = name in {"data_dir", "model", "initial_adapter"} and Path(value).is_dir()
-    is_data = name in {"task", "eval_data"} and (is_data_file(value) or "/" in value) and Path(value).exists()
-    return str(Path(value).resolve()) if is_folder or is_data else value
+    before, path, after = "", value, ""
+    if name == "task" and value.startswith("code:"):
+        before, path = "code:", value.removeprefix("code:")
+    elif name == "task" and ".py:" in value:
+        path, colon, attribute = value.rpartition(":")
+        after = colon + attribute
+    elif name in {"task", "eval_data"}:
+        path = value if is_data_file(value) or "/" in value else ""
+    elif name not in {"data_dir", "model", "initial_adapter", "teacher", "judge"}:
+        path = ""
+    place = Path(path).expanduser()
+    return f"{before}{place.resolve()}{after}" if path and place.exists() else value
 
 
 # ---- The plan on disk ------------------------------------------------------------------------------------------------------

@@ -73,6 +73,15 @@ def scratch_file() -> Iterator[IO[bytes]]:
         raise
 
 
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; raises BadRow if a key is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRow("a key is given twice", "keep one of the two", next(name for name in names if names.count(name) > 1))
+    return found
+
+
 class JsonLines(Sequence[Mapping[str, Any]]):
     """One JSON object per line of a file, found by the places where the lines begin: 16 bytes of memory per row.
 
@@ -109,7 +118,9 @@ class JsonLines(Sequence[Mapping[str, Any]]):
             raise self.problems[index]
         self.file.seek(self.starts[index])
         try:
-            record = json.loads(self.file.readline().decode("utf-8-sig"))
+            record = json.loads(self.file.readline().decode("utf-8-sig"), object_pairs_hook=with_unique_keys)
+        except BadRow:
+            raise
         except UnicodeDecodeError as error:
             raise BadRow("not text in UTF-8", "save the file in UTF-8", f"byte {error.object[error.start]:#04x}") from error
         except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, too deep

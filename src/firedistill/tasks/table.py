@@ -211,6 +211,9 @@ class TableTask(Task):
         name: str | None = None,
         verify: Callable[..., Any] | None = None,
     ):
+        for option, mapping in {"columns": columns, "feedback": feedback}.items():
+            if mapping is not None and not isinstance(mapping, Mapping):
+                raise DataError(f"{option} is a {type(mapping).__name__}: expected a mapping, as in {option}={{name: column}}")
         if unknown := sorted(set(columns or {}) - ROLES.keys()):
             raise DataError(f"columns names {unknown[0]!r}: expected {', '.join(ROLES)}, each with the name of a column")
         if bad_rows not in ("refuse", "skip"):
@@ -312,6 +315,8 @@ class TableTask(Task):
         else:
             self.eval_split = "eval" if "eval" not in found else "eval_data"
             if isinstance(evaluation, str):
+                if not Path(evaluation).expanduser().is_file():
+                    raise DataError(f"eval_data: there is no file {evaluation}; correct the path")
                 found[self.eval_split] = partial(open_rows, Path(evaluation).expanduser().resolve())
             else:
                 found[self.eval_split] = partial(rows_of, evaluation, f"{self.name}, eval_data")
@@ -376,6 +381,10 @@ class TableTask(Task):
             spec = self.columns[role]
             option = f"{where}: columns {role}={spec}"
             if not spec:
+                if role == "question" or (role == "answer" and self.verifier is None):
+                    raise DataError(
+                        f"{option}: a row needs its {role}: name a column by --columns {role}=COLUMN (columns: {', '.join(columns)})"
+                    )
                 return None
             if "{" in spec and spec not in columns:
                 return Template(spec, columns, option)
@@ -426,13 +435,15 @@ class TableTask(Task):
         return kind, base
 
     def _numeric_or_exact(self, sample: Sequence[Mapping[str, Any]], where: str) -> str:
-        column, numeric, kind = self.roles["answer"], NumericTask(), list[bool]()
+        column, numeric, kind, several = self.roles["answer"], NumericTask(), list[bool](), list[str]()
         for row in sample:
             value = self._value(row, "answer")
             if value is None or value == "":
                 continue
             try:
-                kind.append(bool(read_gold(numeric, value, str(column))[0]))
+                kind.append(bool(gold := read_gold(numeric, value, str(column))[0]))
+                if ";" in gold and ";" not in str(value):
+                    several.append(f"{shortened(str(value))!r}")
             except BadRow:
                 kind.append(False)
         share = sum(kind) / max(len(kind), 1)
@@ -442,6 +453,8 @@ class TableTask(Task):
                 f"{where}: {counted}, the others are not: say how answers are read by --answer numeric, exact, json or math"
             )
         chosen = "numeric" if share >= MOST_NUMERIC else "exact"
+        if chosen == "numeric" and several:
+            self.guesses.append(f"several numbers, not a decimal comma, in {len(several):,} of them, the first {several[0]}")
         self.guesses.append(f"answers are read as {chosen} ({counted})")
         return chosen
 
@@ -648,7 +661,7 @@ class TableTask(Task):
         """The last message of the user, and the messages before it."""
         spec, value = self.roles["question"], self._value(row, "question")
         subject = "the question" if isinstance(spec, Template) else f"column {spec!r}"
-        if isinstance(value, Sequence) and not isinstance(value, str):
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             turns = [self._turn(turn, subject) for turn in value]
             if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
                 role = turns[-1]["role"] if turns else "nothing"
@@ -754,7 +767,7 @@ class TableTask(Task):
 
         if isinstance(value, Verdict):
             return value
-        correct = read_truth(value, "its result")
+        correct = read_truth(value, f"{example.uid}: the result of verify")
         return Verdict(correct, None, example.answer, well_formed=True, lenient_correct=correct)
 
     def feedback(self, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
