@@ -36,6 +36,7 @@ pytestmark = [
 ]
 # Rollouts are scripted where one process must have the same ones as two; sampled ones depend on the process.
 COMPARED = ["warmstart", "fire:scripted", "on_policy_sft:scripted", "srpo:scripted", "scope:scripted", "top_d:scripted"]
+COMPARED += ["sdpg:scripted", "rlcsd:scripted"]
 SAMPLED = ["fire", "tropd"]
 # A signal to one of the processes stops them after the second step; they are started again.
 STOPPED = ["fire:stopped", "tropd:stopped"]

@@ -19,6 +19,7 @@ from firedistill.prompts import PromptEncoder, TokenBudget
 from firedistill.report.curves import plot_runs
 from firedistill.report.read import running_mean
 from firedistill.rollout import Response, Rollout, Sampling
+from firedistill.run import log as run_log
 from firedistill.run.card import model_card
 from firedistill.run.log import RunLog, json_line, read_jsonl, rollout_row
 from tiny import ToyTask, byte_tokenizer
@@ -170,12 +171,13 @@ def test_a_hundred_steps_share_a_file(tmp_path):
     assert pq.read_table(tmp_path / "rollouts").num_rows == 2 * 202 + 1, "they are one table"
 
 
-@pytest.mark.parametrize("step", [0, 1, 99, 100, 150, 200, 201])
-def test_resumption_splits_a_shared_file(step, tmp_path):
+@pytest.mark.parametrize("step", [0, 1, 9, 10, 15, 20, 21])
+def test_resumption_splits_a_shared_file(step, tmp_path, monkeypatch):
     """After it, a run that is continued has the files of one that was not interrupted."""
-    filled(tmp_path / "a", range(1, 203)).start(step)
-    filled(tmp_path / "a", range(step + 1, 251))
-    filled(tmp_path / "b", range(1, 251))
+    monkeypatch.setattr(run_log, "STEPS_PER_FILE", 10)
+    filled(tmp_path / "a", range(1, 23)).start(step)
+    filled(tmp_path / "a", range(step + 1, 26))
+    filled(tmp_path / "b", range(1, 26))
     assert rows_by_file(tmp_path / "a") == rows_by_file(tmp_path / "b")
 
 

@@ -60,7 +60,7 @@ EXPECTED = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def place():
     """A folder with copies of the sandbox that everyone can read, and one with secrets that only its owner can."""
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
@@ -70,7 +70,12 @@ def place():
     shutil.copy(Path(__file__).with_name("hostile_run.py"), folder)
     for path in folder.iterdir():
         path.chmod(0o644)
-    yield folder
+    (folder / "scratch").mkdir()
+    (folder / "scratch").chmod(0o1777)
+    with pytest.MonkeyPatch.context() as patch:  # other tests may run programs at the same time
+        patch.setattr(sandbox, "STAGE", folder / sandbox.STAGE.name)
+        patch.setattr(tempfile, "tempdir", str(folder / "scratch"))
+        yield folder
     shutil.rmtree(folder)
 
 
@@ -96,7 +101,7 @@ def run(place: Path, who: str, job: dict) -> dict:
         user=65534,
         group=65534,
         extra_groups=[],
-        env={"SECRET_TOKEN": SECRET, "PATH": "/usr/bin"},
+        env={"SECRET_TOKEN": SECRET, "PATH": "/usr/bin", "TMPDIR": tempfile.gettempdir()},
         cwd="/",
         timeout=30,
     )
@@ -125,11 +130,11 @@ def cell(request, place):
 
 
 def stages() -> set[int]:
-    """PIDs of the sandbox's processes; all of them have the stage in their command line."""
+    """PIDs of the processes of these tests' sandboxes; all of them have the stage in their command line."""
     found = set()
     for entry in Path("/proc").iterdir() if sys.platform == "linux" else []:
         try:
-            if entry.name.isdigit() and b"sandbox_stage.py" in (entry / "cmdline").read_bytes():
+            if entry.name.isdigit() and os.fsencode(sandbox.STAGE) in (entry / "cmdline").read_bytes():
                 found.add(int(entry.name))
         except OSError:
             continue
@@ -327,8 +332,10 @@ def test_what_dies_with_the_trainer(level, place, tmp_path):
     """A trainer that is killed leaves no process behind."""
     if level != "namespaces":
         pytest.skip("needs a PID namespace")
-    source = "from firedistill.tasks.sandbox import *; run_program('import time\\ntime.sleep(100)', [])"
-    trainer = subprocess.Popen([sys.executable, "-c", source], stderr=subprocess.DEVNULL)
+    source = "import sys; from pathlib import Path; from firedistill.tasks import sandbox; sandbox.STAGE = Path(sys.argv[1]); "
+    source += "sandbox.run_program('import time\\ntime.sleep(100)', [])"
+    command = [sys.executable, "-c", source, str(sandbox.STAGE)]
+    trainer = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | {"TMPDIR": tempfile.gettempdir()})
     deadline = time.monotonic() + 60
     while len(stages()) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)

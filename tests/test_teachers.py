@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -195,7 +196,7 @@ def test_every_method_with_every_teacher_trains_or_says_why_not(method, kind, fe
     start = adapter_weights(trainer)
     trainer.train()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert len(rows) == 2 and all(abs(row["loss"]) < 1e6 for row in rows)
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
     assert ("ema_distance" in rows[0]) == (kind not in ("adapter", "model"))
     assert (tmp_path / "checkpoint-2" / "teacher.safetensors").is_file() == (kind not in ("adapter", "model"))
     if kind in ("adapter", "model"):
@@ -208,7 +209,9 @@ def test_every_method_with_every_teacher_trains_or_says_why_not(method, kind, fe
 def test_the_way_out_that_a_refusal_names(method, settings, places, tmp_path):
     feedback = method == "tropd"
     changes = dict(method_settings=settings, teacher=places["model"], teacher_feedback=feedback, max_steps=1, eval_size=0)
-    run_trainer(places["base"], tmp_path, method=method, **changes).train()
+    trainer = run_trainer(places["base"], tmp_path, method=method, **changes)
+    trainer.train()
+    assert trainer.state.global_step == 1
 
 
 # ---- What does not fit -------------------------------------------------------------------------------------------------------------
