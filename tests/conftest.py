@@ -20,7 +20,7 @@ def pytest_collection_finish() -> None:
 
 # The modules whose tests look at figures, and at the memory estimate, of the commands that they run
 DRAWN = {"test_report", "test_report_page", "test_run_log", "test_bench"}
-ESTIMATED = {"test_footprint", "test_teachers", "test_bench", "test_devices"}
+ESTIMATED = {"test_footprint", "test_teachers", "test_bench", "test_devices", "test_preflight"}
 
 
 @pytest.fixture(autouse=True)

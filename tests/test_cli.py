@@ -538,6 +538,7 @@ def test_control_c(firedistill, monkeypatch):
     monkeypatch.setattr(cli, "load_command", lambda name: train)
     told = firedistill("train")
     assert told.status == 130 and "the same command resumes the run" in told.err
+    assert "the command without --overwrite resumes" in firedistill("train", "--overwrite").err
     told = firedistill("report")
     assert told.status == 130 and told.err == "stopped\n"
 

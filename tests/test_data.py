@@ -181,6 +181,7 @@ BAD = {
     "column 'question' is empty": b'{"question": " ", "answer": 1}',
     "column 'question' is not a text": b'{"question": {"a": 1}, "answer": 1}',
     "column 'answer' is empty": b'{"question": "?", "answer": null}',
+    "a key is given twice": b'{"question": "?", "answer": 1, "answer": 2}',
     "column 'answer' is not a number": b'{"question": "?", "answer": "none"}',
     "column 'answer' is not one answer": b'{"question": "?", "answer": [1, 2]}',
     "the question of an earlier row with another answer": b'{"question": "What is 1 + 1?", "answer": 3}',

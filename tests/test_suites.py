@@ -206,6 +206,7 @@ def test_a_sweep_keeps_the_nominal_rate(toy):
 
 def test_files_and_folders_of_a_suite_are_found_from_everywhere(toy, tmp_path, monkeypatch):
     (tmp_path / "teacher").mkdir()
+    (tmp_path / "initial").mkdir()
     (tmp_path / "my_task.py").write_text("")
     (tmp_path / "data.jsonl").write_text("")
     monkeypatch.chdir(tmp_path)

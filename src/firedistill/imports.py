@@ -71,7 +71,8 @@ def load_object(path: str) -> Any:
 
     Raises:
         ModuleNotFoundError: there is no such module on the Python path or in the working folder.
-        ValueError: there is no such file, the module has no such name, or importing it raises.
+        ImportError: importing the module raises one.
+        ValueError: there is no such file, the module has no such name, or importing it raises another error.
     """
     place, _, name = path.rpartition(":")
     is_file = place.endswith(".py")

@@ -392,7 +392,8 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
             total_memory() if args.device.type == "cpu" else unused_memory(args.device),
         )
         args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
-        sizes = f"the weights in float32 take {need / 1e9:.1f} GB, its memory is {memory / 1e9:.1f} GB"
+        kind = "memory" if args.device.type == "cpu" else "unused memory"
+        sizes = f"the weights in float32 take {need / 1e9:.1f} GB, its {kind} is {memory / 1e9:.1f} GB"
         why = f"the {args.device.type} device does not multiply bfloat16; {sizes}"
     return {"model_dtype": f"{args.model_dtype}: {why}"}
 

@@ -464,19 +464,18 @@ class SelfDistillTrainer(ResumableTrainer):
             "teacher_tokens": read,
             "teacher_tokens_saved": naive - read,
         }
-        if taken := sorted(own.keys() & row.keys()):
-            raise ValueError(
-                f"method {self.args.method} logs a metric {taken[0]!r}, which is a column of every method: give it another name"
-            )
-        self.last_metrics = {
-            **own,
-            **row,
+        after = {
             **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
             **({} if distance is None else {"ema_distance": distance}),
             "skipped_update": record.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
             **{name: count for name, count in self.failures().items() if count},
         }
+        if taken := sorted((own | after).keys() & row.keys()):
+            raise ValueError(
+                f"method {self.args.method} logs a metric {taken[0]!r}, which is a column of every method: give it another name"
+            )
+        self.last_metrics = own | row | after
         if self.lock is not None:
             self.lock.check()
         if self.run_log is not None:
@@ -505,7 +504,7 @@ class SelfDistillTrainer(ResumableTrainer):
         """Evaluate on the held-out examples, or on `eval_dataset`; writes a row of `evals.jsonl`.
 
         Returns:
-            The columns of the row with the prefix `eval_` (docs/run-directory.md); shares are in [0, 1].
+            The columns of the row about responses (docs/run-directory.md), with the prefix `metric_key_prefix`; shares are in [0, 1].
         """
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()

@@ -36,7 +36,7 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
         "--dtype",
         choices=["auto", "bfloat16", "float32"],
         default="auto",
-        help="type of the model; auto is float32 on a CPU that does not multiply bfloat16 matrices, and bfloat16 otherwise",
+        help="type of the model; auto is float32 on a device that does not multiply bfloat16 matrices, and bfloat16 otherwise",
     )
     parser.add_argument("-o", "--output", default="bench", help="folder for a .json and a .png per benchmark (bench)")
     options = parser.parse_args(list(arguments))

@@ -160,7 +160,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
 def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
-            "firedistill inspect RUN|RECIPE [--example INDEX] [--split train|eval] [--task NAME] [--prompts] ...\n"
+            "firedistill inspect RUN|CHECKPOINT|RECIPE [--example INDEX] [--split train|eval] [--task NAME] [--prompts] ...\n"
             "firedistill inspect RUN --save [--count N] [--example INDEX] [--checkpoint STEP] ...\n\n"
             "A sampled response, a table of its tokens, the verdict and the feedback fields; with --prompts also what student and\n"
             "teacher are asked.\n"

@@ -107,11 +107,10 @@ def run(arguments: Sequence[str]) -> int:
             parse_suite(rest)
         return load_command(parsed.command)(rest, console)
     except KeyboardInterrupt:
-        hint = (
-            "; the same command resumes the run from its last checkpoint, if there is one"
-            if parsed.command in ("train", "warmstart")
-            else ""
-        )
+        hint = ""
+        if parsed.command in ("train", "warmstart"):
+            again = "the command without --overwrite" if "--overwrite" in arguments else "the same command"
+            hint = f"; {again} resumes the run from its last checkpoint, if there is one"
         Console(stderr=True).print(f"{of_rank()}stopped{hint}", style="yellow", soft_wrap=True)
         return 130
     except (ValueError, OSError, ImportError, RuntimeError) as error:

@@ -270,6 +270,8 @@ def absolute(name: str, value: Any) -> Any:
     """Make folders and files absolute, because a suite may be continued from another working directory."""
     if not isinstance(value, str):
         return value
+    if name in {"model", "teacher"} and value in {"ema", "student", "initial", "lab", "smollm2"}:
+        return value  # words, whatever the working folder holds
     before, path, after = "", value, ""
     if name == "task" and value.startswith("code:"):
         before, path = "code:", value.removeprefix("code:")
