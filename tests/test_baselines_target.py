@@ -166,6 +166,11 @@ def test_demopsd_without_leak_is_reverse_kl_to_the_teacher():
     assert_printed(demopsd_loss(P, logs(0.45, 0.35, 0.2), Q, alpha_max=0.0), 0.515682)
 
 
+def test_the_divergence_names_a_type_without_enough_digits():
+    with pytest.raises(TypeError, match="log_p must be float32 or float64, not torch.bfloat16"):
+        jensen_shannon(Q.bfloat16(), Q.bfloat16())
+
+
 def test_demopsd_where_feedback_changes_nothing():
     target, alpha = demopsd_target(Q, Q, 0.15, 50.0)
     assert float(jensen_shannon(Q, Q)) == 0.0 and float(alpha) == 0.0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from firedistill.cli import main as cli
-from firedistill.evaluation import entropy_sums, pass_at_k, summarize_samples
+from firedistill.evaluation import entropy_sums, pass_at_k, summarize, summarize_samples
 from firedistill.rollout import Response, Rollout
 from firedistill.rollouts.fixed import Decoder
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -159,3 +159,13 @@ def test_the_test_split_of_a_task_with_three(checkpoint, tmp_path):
         assert {example.uid.split("/")[1] for example in setup.eval_examples} == {published}
     with pytest.raises(ValueError, match="is trained on"):
         load_setup(run_config(checkpoint, tmp_path / "run", **settings, eval_split="train"), train=False)
+
+
+def test_categories_that_differ_by_a_space_have_columns_of_their_own():
+    response = Response("", [1], True)
+    rollouts = [
+        Rollout(Example(f"u{i}", "q", "a", category=category), [0], response, Verdict(right, "a", "a"))
+        for i, (category, right) in enumerate([("a b", True), ("a_b", False), ("c d", True)])
+    ]
+    found = summarize(rollouts)
+    assert (found["accuracy_a b"], found["accuracy_a_b"], found["accuracy_c_d"]) == (1.0, 0.0, 1.0)

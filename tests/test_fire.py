@@ -288,6 +288,13 @@ def test_reverse_kl_gradient_is_the_induced_gradient():
     torch.testing.assert_close(reverse_kl(student, teacher), naive)
 
 
+def test_excised_target_names_shapes_that_do_not_fit():
+    teacher = torch.zeros(2, 3, 5)
+    for student, mask in ((torch.zeros(2, 4, 5), torch.ones(2, 3)), (teacher, torch.ones(2, 4))):
+        with pytest.raises(ValueError, match=r"student_logits \(2, .* do not fit: expected"):
+            excised_target(student, teacher, teacher.unsqueeze(0), mask)
+
+
 def test_excised_target_removes_the_most_influential_field_of_each_response():
     generator = torch.Generator().manual_seed(0)
     student, teacher = (torch.randn(2, 3, V, generator=generator, dtype=torch.float64) for _ in range(2))

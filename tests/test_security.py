@@ -248,7 +248,7 @@ def test_the_users_modules_are_found_in_the_working_folder(trap, monkeypatch):
     assert load_task("of_mine:ToyTask").name == "toy"
     assert sys.path == before and not (trap / "harm").exists()
     (trap / "incomplete.py").write_text("import not_installed_anywhere\n")
-    with pytest.raises(ImportError, match="importing incomplete raised ModuleNotFoundError: .*not_installed_anywhere"):
+    with pytest.raises(ModuleNotFoundError, match="importing incomplete raised ModuleNotFoundError: .*not_installed_anywhere"):
         load_task("incomplete:Task")
 
 

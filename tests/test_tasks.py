@@ -532,7 +532,9 @@ def test_a_user_defined_task(tmp_path, monkeypatch):
 def test_a_failing_import_inside_a_users_module_is_not_hidden(tmp_path, monkeypatch):
     (tmp_path / "broken_tasks.py").write_text("import a_package_that_nobody_has\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ImportError, match="importing broken_tasks raised ModuleNotFoundError: .*a_package_that_nobody_has"):
+    with pytest.raises(
+        ModuleNotFoundError, match="importing broken_tasks raised ModuleNotFoundError: .*a_package_that_nobody_has"
+    ):
         load_task("broken_tasks:MyTask")
 
 

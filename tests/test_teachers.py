@@ -196,7 +196,7 @@ def test_every_method_with_every_teacher_trains_or_says_why_not(method, kind, fe
     start = adapter_weights(trainer)
     trainer.train()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
-    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+    assert len(rows) == 2 and all(abs(row["loss"]) < 1e6 and math.isfinite(row["grad_norm"]) for row in rows)
     assert ("ema_distance" in rows[0]) == (kind not in ("adapter", "model"))
     assert (tmp_path / "checkpoint-2" / "teacher.safetensors").is_file() == (kind not in ("adapter", "model"))
     if kind in ("adapter", "model"):

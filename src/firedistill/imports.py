@@ -98,7 +98,7 @@ def errors_of(place: str) -> Iterator[None]:
     except BaseException as error:  # also SystemExit
         if isinstance(error, ModuleNotFoundError) and is_missing(place, error):
             raise
-        kind = ImportError if isinstance(error, ImportError) else ValueError
+        kind = next((kind for kind in (ModuleNotFoundError, ImportError) if isinstance(error, kind)), ValueError)
         raise kind(f"importing {place} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 

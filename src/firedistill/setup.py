@@ -387,13 +387,12 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
         return {}
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
     if args.quantization != "nf4" and not has_bfloat16(args.device):
-        need, memory = (
-            weight_bytes(name, "float32"),
-            total_memory() if args.device.type == "cpu" else unused_memory(args.device),
-        )
+        on_cpu, need = args.device.type == "cpu", weight_bytes(name, "float32")
+        memory = total_memory() if on_cpu else unused_memory(args.device)
         args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
-        kind = "memory" if args.device.type == "cpu" else "unused memory"
-        sizes = f"the weights in float32 take {need / 1e9:.1f} GB, its {kind} is {memory / 1e9:.1f} GB"
+        sizes = (
+            f"the weights in float32 take {need / 1e9:.1f} GB, its {'' if on_cpu else 'unused '}memory is {memory / 1e9:.1f} GB"
+        )
         why = f"the {args.device.type} device does not multiply bfloat16; {sizes}"
     return {"model_dtype": f"{args.model_dtype}: {why}"}
 

@@ -34,6 +34,8 @@ SET_BY_SUITE = {
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
 
+WORDS = {"ema", "student", "initial", "lab", "smollm2"}  # teachers and models, whatever the working folder holds
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -270,8 +272,8 @@ def absolute(name: str, value: Any) -> Any:
     """Make folders and files absolute, because a suite may be continued from another working directory."""
     if not isinstance(value, str):
         return value
-    if name in {"model", "teacher"} and value in {"ema", "student", "initial", "lab", "smollm2"}:
-        return value  # words, whatever the working folder holds
+    if name in {"model", "teacher"} and value in WORDS:
+        return value
     before, path, after = "", value, ""
     if name == "task" and value.startswith("code:"):
         before, path = "code:", value.removeprefix("code:")
