@@ -65,8 +65,8 @@ def worker_config(
         "eval_size": 5,
         "gradient_checkpointing": False,
         "use_cpu": True,
-        "disable_tqdm": method
-        != "scope",  # else each run estimates its memory and draws its curves, which takes most of its time
+        # Else each run estimates its memory and draws its curves, which takes most of its time.
+        "disable_tqdm": method != "scope",
         "ddp_backend": "gloo" if PROCESSES > 1 else None,
     }
     return trainer_class, config_class(**common | settings)

@@ -443,7 +443,7 @@ class TableTask(Task):
             try:
                 kind.append(bool(gold := read_gold(numeric, value, str(column))[0]))
                 if ";" in gold and ";" not in str(value):
-                    several.append(f"{shortened(str(value))!r}")
+                    several.append(repr(shortened(str(value))))
             except BadRow:
                 kind.append(False)
         share = sum(kind) / max(len(kind), 1)
