@@ -335,25 +335,32 @@ def finished_run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture
-def desk(modules, finished_run, monkeypatch):
-    """A folder with the files that the command lines name."""
-    place = modules / "desk"
-    place.mkdir()
-    monkeypatch.chdir(place)
+@pytest.fixture(scope="module")
+def runs(finished_run, tmp_path_factory):
+    """A folder with the runs that the command lines name."""
+    place = tmp_path_factory.mktemp("runs")
     of_the_tutorial = [f"lab-arithmetic-{method}-lr0.0003-seed0" for method in ("fire", "full_context")]
     for name in ("my-run", "quickstart", "quickstart-full-context", "a", "b", "x", "squares", *of_the_tutorial):
-        shutil.copytree(finished_run, place / "runs" / name)
-    Path("runs/a/checkpoint-2").rename("runs/a/checkpoint-100")
+        shutil.copytree(finished_run, place / name)
+    (place / "a" / "checkpoint-2").rename(place / "a" / "checkpoint-100")
+    for name in ("lab", "lab-rates"):
+        suite, plan, _ = planned(*parse_suite([name, "--seeds", "0", "--only", "fire", "-o", str(place / name)]))
+        suite.widen(plan)
+        shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
+    return place
+
+
+@pytest.fixture
+def desk(modules, runs, monkeypatch):
+    """A folder with the files that the command lines name."""
+    place = modules / "desk"
+    shutil.copytree(runs, place / "runs")
+    monkeypatch.chdir(place)
     Path("my-recipe").write_text("task: gsm8k\nmodel: Qwen/Qwen2.5-0.5B-Instruct\n", encoding="utf-8")
     Path("problems.jsonl").write_text(blocks("docs/code-tasks.md", "jsonl")[0], encoding="utf-8")
     Path("mine.yaml").write_text("task: gsm8k\n", encoding="utf-8")
     Path("my-suite.yaml").write_text(blocks("docs/suites.md", "yaml")[0], encoding="utf-8")
     Path("my-recipe.yaml").write_text(blocks("docs/own-data.md", "yaml")[0], encoding="utf-8")
-    for name in ("lab", "lab-rates"):
-        suite, plan, _ = planned(*parse_suite([name, "--seeds", "0", "--only", "fire"]))
-        suite.widen(plan)
-        shutil.copytree(finished_run, suite.run_folder(plan.runs[0]))
     with serving() as judge:
         write_own_data(place, judge.url)
         yield place

@@ -486,6 +486,17 @@ def test_fixed_decoding_keeps_every_address():
     assert moved == plain.generate(PROMPTS[::-1], sampling, seed=1) and moved[::-1] != first
 
 
+def test_values_that_are_not_finite_end_with_their_batch():
+    """Greedy choice raises no error, and a mask does not hide NaN."""
+    model, tokenizer = adapted("qwen2"), byte_tokenizer()
+    engine = HFRolloutEngine(model, tokenizer, fixed=True)
+    first = engine.generate(PROMPTS, GREEDY, seed=0)
+    for layer in engine.decoder.layers:
+        for buffer in layer.buffers:
+            buffer.fill_(float("nan"))
+    assert engine.generate(PROMPTS, GREEDY, seed=0) == first
+
+
 class HostReads(TorchDispatchMode):
     """Counts the operations by which the host reads a value of the device or waits for one."""
 

@@ -193,6 +193,27 @@ def test_sequences_that_are_read_together_do_not_see_each_other(most_tokens, mon
         assert gap <= 1.5 * usual < 0.05
 
 
+class Squares(TorchDispatchMode):
+    """Records the largest side of a square matrix that an operation returns."""
+
+    side = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and output.dim() > 1 and output.shape[-1] == output.shape[-2]:
+            self.side = max(self.side, output.shape[-1])
+        return output
+
+
+def test_no_mask_has_the_tokens_of_all_sequences_on_both_sides():
+    rollouts = [rollout([20 + number, 21], (f"first {number}", "second"), number) for number in range(9)]
+    shared = moved_teacher("llama", share_prefixes=True)
+    with Squares() as squares:
+        shared.states(rollouts, ["full", 0, 1])
+    longest = max(len(shared.prompt_ids(r, view)) for r in rollouts for view in ("full", 0, 1)) + 2
+    assert 0 < squares.side <= longest < tokens_read(shared)
+
+
 def test_a_model_whose_layers_do_not_get_the_packed_sequences_is_read_in_batches(caplog):
     model = random_model(dtype=torch.float64)
     layer, forward = model.model.layers[1].self_attn, model.model.layers[1].self_attn.forward

@@ -272,6 +272,7 @@ class FixedBatch:
         for layer, pair in zip(decoder.layers, states, strict=True):
             for buffer, read_states in zip(layer.buffers, pair, strict=True):
                 buffer[: self.rows, :, : self.width] = read_states[expansion]
+                buffer[: self.rows, :, self.width :] = 0  # an earlier batch may have left NaN there, which no mask hides
         at["visible"].fill_(False)
         at["visible"][: self.rows, 0, 0, : self.width] = read.mask[expansion].bool()
         at["padding"][: self.rows] = (read.mask == 0).sum(-1, keepdim=True)[expansion]

@@ -43,7 +43,8 @@ def _is_mergeable(layer: lora.Linear) -> bool:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return hasattr(module, "_hf_hook") or bool(module._forward_hooks or module._forward_pre_hooks)
+    # `hasattr` would search parameters, buffers and modules first.
+    return "_hf_hook" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _base(layer: lora.Linear) -> nn.Linear:
@@ -80,12 +81,13 @@ def merged_adapter(
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         merged: dict[nn.Module, nn.Module] = {}  # the plain layer with the rows of each adapter
-        whole = fusable_layers(model) if fuse_layers else []
+        mergeable = mergeable_layers(model)
+        whole = fusable_layers(model, mergeable) if fuse_layers else []
         for _, _, layer in whole:
             for adapters in projections(layer):
                 merged |= dict.fromkeys(adapters, merged_linear(adapters, kept))
         # Within layers that will be fused, too, so that nothing is rounded for their adapters (`models/adapter.py`)
-        for parent, name, adapter in mergeable_layers(model):
+        for parent, name, adapter in mergeable:
             if adapter not in merged:
                 merged[adapter] = merged_linear([adapter], kept)
             replaced.append((parent, name, adapter))
@@ -105,16 +107,22 @@ def merged_adapter(
             setattr(parent, name, layer)
 
 
-def fusable_layers(model: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
-    """The decoder layers that `FusedLayer` can replace: parent module, name within it, layer."""
-    mergeable = {adapter for _, _, adapter in mergeable_layers(model)}
+def fusable_layers(
+    model: nn.Module, mergeable: Sequence[tuple[nn.Module, str, lora.Linear]] | None = None
+) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The decoder layers that `FusedLayer` can replace: parent module, name within it, layer.
+
+    Args:
+        mergeable: what `mergeable_layers` returns, where it is known.
+    """
+    adapters = {adapter for _, _, adapter in (mergeable_layers(model) if mergeable is None else mergeable)}
     return [
         (parent, name, layer)
         for parent in model.modules()
         for name, layer in parent.named_children()
         if type(layer).__name__ in FAMILIES
         and type(layer).__module__.startswith("transformers.")
-        and _is_fusable(layer, mergeable)
+        and _is_fusable(layer, adapters)
     ]
 
 
@@ -138,15 +146,17 @@ def projections(layer: Any) -> list[list[lora.Linear]]:
 
 def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Module]) -> nn.Module:
     """One plain layer with the rows of all of these; the one in `kept` for them where it fits."""
-    weight = _stacked([merged_weight(adapter) for adapter in adapters])
+    weights, copy = [_base(adapter).weight for adapter in adapters], kept.get(adapters[0])
     bias = None if _base(adapters[0]).bias is None else _stacked([_base(adapter).bias for adapter in adapters])
-    copy = kept.get(adapters[0])
-    if type(copy) is nn.Linear and copy.weight.shape == weight.shape and copy.weight.device == weight.device:
-        copy.weight.copy_(weight)
+    rows = [len(weight) for weight in weights]
+    shape, device = (sum(rows), weights[0].shape[1]), weights[0].device
+    if type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device:
+        for part, adapter in zip(copy.weight.split(rows), adapters, strict=True):
+            part.copy_(unrounded_weight(adapter))  # rounds, once
         if bias is not None:
             copy.bias.copy_(bias)
         return copy
-    kept[adapters[0]] = made = _linear(weight, bias)
+    kept[adapters[0]] = made = _linear(_stacked([merged_weight(adapter) for adapter in adapters]), bias)
     return made
 
 
@@ -155,11 +165,15 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def merged_weight(layer: lora.Linear) -> Tensor:
-    base: Tensor = _base(layer).weight
-    weight = base
+    """`W + s B A` in the type of W."""
+    return unrounded_weight(layer).to(_base(layer).weight.dtype)
+
+
+def unrounded_weight(layer: lora.Linear) -> Tensor:
+    weight: Tensor = _base(layer).weight
     for name in _active(layer):
         weight = weight + layer.get_delta_weight(name).float()
-    return weight.to(base.dtype)
+    return weight
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

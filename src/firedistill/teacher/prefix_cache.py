@@ -92,8 +92,12 @@ def read(model: nn.Module, readings: Sequence[Reading], most_tokens: int) -> int
         packed = Packed(batch)
         ids = torch.tensor([[token for reading in batch for token in reading.rest]], device=device)
         positions = torch.cat([torch.arange(r.start, r.start + len(r.rest)) for r in batch]).unsqueeze(0).to(device)
+        # Of four dimensions, a mask is passed on as it is. Without one, transformers makes one of all tokens by all tokens.
+        unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with own_attention(model):
-            states = trunk_states(causal_lm, input_ids=ids, position_ids=positions, use_cache=False, packed=packed)[0]
+            states = trunk_states(
+                causal_lm, input_ids=ids, attention_mask=unread, position_ids=positions, use_cache=False, packed=packed
+            )[0]
         if packed.layers != causal_lm.config.get_text_config().num_hidden_layers:
             raise NotPacked(f"{type(causal_lm).__name__} does not pass arguments on to the attention of every layer")
         for reading, part in zip(batch, states.split([len(reading.rest) for reading in batch]), strict=True):
