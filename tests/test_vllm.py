@@ -623,7 +623,7 @@ def test_settings_that_contradict_each_other(settings, message, folder, tmp_path
 # ---- The real engine ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["merged", "lora"])
+@pytest.fixture(scope="module", params=[pytest.param(how, marks=pytest.mark.xdist_group(how)) for how in ("merged", "lora")])
 def engine(request, folder):
     model = student(folder)
     engine = VLLMEngine(model, byte_tokenizer(), context=200, sequences=8, weights=request.param)

