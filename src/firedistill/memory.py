@@ -28,7 +28,9 @@ _EXHAUSTED = (
     "cublas_status_not_initialized",
 )
 
-SMALLER_ROLLOUTS = "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens"
+SMALLER_ROLLOUTS = (
+    "sampling does not fit; lower rollout_batch_size, max_new_tokens or max_context_tokens, or set merge_adapter false"
+)
 SMALLER_EVALUATIONS = "evaluation does not fit; lower eval_batch_size, max_new_tokens or max_context_tokens"
 TOKENS_PER_FORWARD = 8192  # padded, of a pass that reads given responses
 SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
