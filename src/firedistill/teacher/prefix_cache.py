@@ -92,7 +92,7 @@ def read(model: nn.Module, readings: Sequence[Reading], most_tokens: int) -> int
         packed = Packed(batch)
         ids = torch.tensor([[token for reading in batch for token in reading.rest]], device=device)
         positions = torch.cat([torch.arange(r.start, r.start + len(r.rest)) for r in batch]).unsqueeze(0).to(device)
-        # Of four dimensions, a mask is passed on as it is. Without one, transformers makes one of all tokens by all tokens.
+        # transformers passes a mask of four dimensions on as it is, and builds one of all tokens by all tokens where it gets none.
         unread = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with own_attention(model):
             states = trunk_states(
