@@ -56,7 +56,7 @@ def mean_of_prompts(world, losses):
 # ---- FIRE and its ablations --------------------------------------------------------------------------------------------------------
 
 
-def fire(world, z, group_size, step_scale=1.0, log_prob_floor=None, excise=False, **ablation):
+def fire(world, z, group_size, step_scale=1.0, log_prob_floor=None, excise=False, bounded_sft=True, **ablation):
     """On targets that are built as the pure functions state them."""
     losses = []
     for row, (logits, rollout) in enumerate(zip(z, world.rollouts, strict=True)):
@@ -65,7 +65,8 @@ def fire(world, z, group_size, step_scale=1.0, log_prob_floor=None, excise=False
         if not len(logits):
             losses.append(logits.sum(-1))
         elif rollout.verdict.correct:
-            losses.append(-sft_weight(logits, world.tokens(row), step_scale) * of_tokens(log_p(logits), world.tokens(row)))
+            beta = sft_weight(logits, world.tokens(row), step_scale) if bounded_sft else 1.0
+            losses.append(-beta * of_tokens(log_p(logits), world.tokens(row)))
         elif excise:
             everywhere = torch.ones(len(logits), dtype=torch.bool)
             target, _ = excised_target(logits.detach(), views["full"], without, everywhere, log_prob_floor=log_prob_floor)

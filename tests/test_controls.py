@@ -180,6 +180,24 @@ def test_routing_alone_is_fire_without_its_two_parts(case):
     assert {view for _, view, _ in world.teacher.read} <= {"full"}
 
 
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("method", ["fire", "no_attribution", "no_projection", "routing", "hard_gradient_excision"])
+def test_supervised_learning_without_the_weight_beta(method, case):
+    """Every token of a correct response counts 1; wrong responses are trained as with it."""
+    world = random_world(case, gap=2.0, views=(0, 1))
+    found = world.run(load_objective(method, {"bounded_sft": False}), step_scale=3.0)
+    parts = {
+        "attribution": method not in ("no_attribution", "routing"),
+        "projection": method not in ("no_projection", "routing"),
+    }
+    parts |= {"excise": method == "hard_gradient_excision"}
+    assert_result(found, literal(world, "fire", step_scale=3.0, bounded_sft=False, **parts))
+    right = [row for row, rollout in enumerate(world.rollouts) if rollout.verdict.correct and rollout.response_ids]
+    if right:
+        bounded = world.run(load_objective(method), step_scale=3.0)
+        assert float(found.metrics["beta"]) == 1 > float(bounded.metrics["beta"])
+
+
 def test_the_two_readings_of_the_largest_influence():
     """Half the L1 norm against E_j, which one large difference dominates; the mean over the tokens decides."""
     world = random_world([[(4, False)]], gap=1.5, views=(0, 1, 2), seed=13)

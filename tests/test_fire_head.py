@@ -695,7 +695,7 @@ def test_a_view_equal_to_the_full_one_changes_no_bit(dtype, floor, backend, on_c
     full = products + torch.randn(9, 301, generator=draw).to(dtype)
     views = full + torch.randn(3, 9, 301, generator=draw).mul(0.5).to(dtype)
     chi, weights = torch.rand(9, generator=draw), torch.rand(9, generator=draw)
-    rule = fire_head.Rule(head, head, floor, True, True, True, torch.tensor(20.0))
+    rule = fire_head.Rule(head, head, floor, True, True, True, True, torch.tensor(20.0))
 
     def found(*, more):
         inputs = tuple(x.clone() for x in (products, full, torch.cat([views, full.expand(more, 9, 301)]), chi, weights))

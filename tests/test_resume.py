@@ -293,6 +293,15 @@ def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, mod
         t.checkpoint_to_resume(str(whole / "checkpoint-2"))
 
 
+def test_a_renamed_checkpoint_and_one_beyond_the_end_are_refused(copy, model):
+    t = SelfDistillTrainer(args=killable_config(model, copy, "fire", 3), task=RandomTask())
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is beyond max_steps \(3\): raise max_steps, or start from"):
+        t.checkpoint_to_resume(str(copy / "checkpoint-4"), allow_changes=["max_steps"])
+    (copy / "checkpoint-4").rename(copy / "checkpoint-3")
+    with pytest.raises(CheckpointError, match="checkpoint-3 was renamed: it holds step 4"):
+        t.checkpoint_to_resume("auto")
+
+
 def test_a_finished_run_is_left_as_it_is_and_a_new_start_replaces_it(whole, copy, model):
     assert train(model, copy, "fire", 4).state.global_step == 4
     assert same_runs(whole, copy) == []

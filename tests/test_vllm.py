@@ -345,7 +345,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model = Counter(), [], False
-        self.context, self.version = 4096, "0.32.0"
+        self.context, self.version, self.models = 4096, "0.32.0", None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -374,7 +374,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        models = {"data": [{"id": "base", "max_model_len": self.server.context}]}
+        models = {"data": self.server.models or [{"id": "base", "max_model_len": self.server.context}]}
         self.answer(200, {"version": self.server.version} if self.path == "/version" else models)
 
     def do_POST(self):
@@ -533,6 +533,13 @@ def test_a_server_that_goes_before_it_has_the_adapter_gets_it_later(model, serve
 def test_an_answer_of_another_model_is_never_used(model, servers, tmp_path):
     servers[1].wrong_model = True
     with pytest.raises(RolloutError, match="answered with the model 'another'; expected 'firedistill-"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+@pytest.mark.parametrize("models", [{"base": {}}, ["base"], "base"])
+def test_a_server_of_something_else_is_refused(models, model, servers, tmp_path):
+    servers[1].models = models
+    with pytest.raises(RolloutError, match=f"{servers[1].url} lists no models at /v1/models: expected a vLLM server"):
         engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
 
 

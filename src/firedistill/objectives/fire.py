@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -245,11 +245,18 @@ def excised_target(
 
 
 @register("fire")
+@dataclass
 class Fire(Objective):
     """Fisher-weighted SFT on correct responses, recalibrated self-distillation on wrong ones."""
 
-    attribution = True
-    projection = True
+    attribution: ClassVar[bool] = True
+    projection: ClassVar[bool] = True
+
+    bounded_sft: bool = setting(
+        True,
+        "Weigh the tokens of correct responses by beta, which keeps their gradient inside the radius; false gives them the weight 1. "
+        "Not in the paper.",
+    )
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct
@@ -282,6 +289,7 @@ class Fire(Objective):
             log_prob_floor=batch.log_prob_floor,
             attribution=self.attribution,
             projection=self.projection,
+            bounded_sft=self.bounded_sft,
         )
         # The views are read up to the last token over the radius; without attribution there is none.
         output = first.attribute(batch.teacher.states_without_fields(wrong, full, first.over))

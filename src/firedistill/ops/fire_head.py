@@ -59,9 +59,10 @@ class FireHeadOutput:
         loss: scalar, `sum_t w_t token_loss_t`, differentiable.
         token_loss: `[M]`, `-beta log p(y)` at tokens of correct responses, `KL(p || q_FIRE)` at the others.
         rho: `[M]`, the radius (eq. fire_radius).
-        gradient_norm: `[M]`, norm of the logit gradient of `token_loss`; at most rho up to rounding, unless projection is off.
+        gradient_norm: `[M]`, norm of the logit gradient of `token_loss`; at most rho up to rounding if `projection` and
+            `bounded_sft` are on.
         entropy: `[M]`, of the student, in nats.
-        beta: `[M]`, weight of the correct branch (eq. fire_correct); NaN at tokens of wrong responses.
+        beta: `[M]`, weight of the correct branch (eq. fire_correct), 1 without `bounded_sft`; NaN at tokens of wrong responses.
         energy, chi, eta, kl: `[M]`, E_c, the gate, the contraction and `KL(p || q_c)`; NaN at tokens of correct responses.
         alpha: `[B+1, M]`, weight of the full teacher, then of the teacher without field j; NaN at tokens of correct responses.
         field_energy: `[B, M]`, E_j; NaN where the views without a field were not read. B is 0 if they were not needed anywhere.
@@ -131,6 +132,7 @@ def first_pass(
     log_prob_floor: float | None = None,
     attribution: bool = True,
     projection: bool = True,
+    bounded_sft: bool = True,
     chunk_size: int | None = None,
     loo_hidden: Tensor | None = None,
 ) -> FirstPass:
@@ -148,6 +150,7 @@ def first_pass(
         log_prob_floor: natural-log floor on normalized teacher log-probabilities; None disables it.
         attribution: False gives the ablation No Attribution (the full teacher, then the projection).
         projection: False gives the ablation No Projection (q_A itself; the gate still uses rho).
+        bounded_sft: False gives the tokens of correct responses the weight 1 instead of beta.
         chunk_size: tokens projected at once; by default as many as have 2^23 logits, 2^27 on a GPU, and at least 220. Sets the peak
             memory.
         loo_hidden: `[B, W, H]` if the views without a field are known already: no token waits for `attribute` then, and none is
@@ -178,7 +181,7 @@ def first_pass(
         )
     differentiate = torch.is_grad_enabled() and (hidden.requires_grad or bool(head.trained))
     state = FirstPass(
-        rule=Rule(head, teacher_head or head, log_prob_floor, attribution, projection, differentiate, step_scale),
+        rule=Rule(head, teacher_head or head, log_prob_floor, attribution, projection, bounded_sft, differentiate, step_scale),
         hidden=hidden,
         token_weights=token_weights.detach().to(torch.promote_types(hidden.dtype, torch.float32)),
         wrong=wrong,
@@ -408,6 +411,7 @@ class Rule(NamedTuple):
     log_prob_floor: float | None
     attribution: bool
     projection: bool
+    bounded_sft: bool
     differentiate: bool
     step_scale: float | Tensor
 
@@ -460,7 +464,7 @@ def correct_rows(rule: Rule, products: Tensor, token_ids: Tensor, weights: Tenso
     gradient = put(student.p, token_ids, torch.zeros_like(log_p_y).unsqueeze(-1))
     gradient = put(gradient, token_ids, -gradient.sum(-1, keepdim=True))  # 1 - p_y is the sum of the others
     norm = gradient.square().sum(-1).sqrt()
-    beta = contraction(norm, student.rho)
+    beta = contraction(norm, student.rho) if rule.bounded_sft else torch.ones_like(norm)
     statistics = {"rho": student.rho, "entropy": student.entropy, "beta": beta}
     statistics |= {"token_loss": -beta * log_p_y, "gradient_norm": beta * norm}
     return Found(statistics, rule.gradient(products, gradient, beta * weights), torch.zeros_like(norm, dtype=torch.bool))

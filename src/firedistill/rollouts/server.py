@@ -145,7 +145,9 @@ class VLLMServerEngine(RemoteEngine):
     def _check_servers(self) -> None:
         paddings = []
         for server in self.servers:
-            models = self._post(server, "/v1/models", None).get("data") or [{}]
+            models = self._post(server, "/v1/models", None).get("data")
+            if not (isinstance(models, list) and models and isinstance(models[0], dict)):
+                raise RolloutError(f"{server} lists no models at /v1/models: expected a vLLM server")
             if version := self._post(server, "/version", None).get("version"):
                 check_vllm(str(version), server)
             length = models[0].get("max_model_len")
