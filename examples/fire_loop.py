@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper as a plain loop: FIRE on the embedded model and the arithmetic task, without a Trainer.
+"""Algorithm 1 of the paper as a plain loop: FIRE on the lab model and the arithmetic task, without a Trainer.
 
     python examples/fire_loop.py --steps 20
 

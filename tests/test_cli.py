@@ -847,7 +847,7 @@ def test_inspect_shows_everything(run, firedistill):
     assert sum(line.startswith("│") for line in table.splitlines()) == tokens
     assert rest.index("verdict") < rest.index("student prompt"), "the prompts come last"
     told = firedistill("inspect", run, "--example", 2)
-    assert told.status == 0 and "teacher message" not in told.out and "--prompts shows what" in told.out
+    assert told.status == 0 and "teacher message" not in told.out and "--prompts shows the prompts" in told.out
 
 
 @pytest.mark.parametrize(

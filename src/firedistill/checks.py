@@ -119,6 +119,9 @@ def preflight(
 ) -> Preflight:
     """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`.
 
+    Returns:
+        The findings, the memory estimate in bytes and the device-dependent defaults. Nothing is trained or written.
+
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """

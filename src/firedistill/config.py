@@ -215,7 +215,7 @@ class SelfDistillConfig(TrainingArguments):
         "Engine that samples: 'hf' (the student itself), 'vllm' (a process of its own), 'auto' (vllm where it is installed and fits), "
         "or addresses of vLLM servers, http://host:port, separated by commas.",
     )
-    rollout_servers: list[str] = rollout_setting([], "Addresses of vLLM servers, for rollouts 'server'.", effect="none")
+    rollout_servers: list[str] = rollout_setting([], "Set by --rollouts http://host:port,...; do not set it yourself.", effect="none")
     vllm_weights: str | None = rollout_setting(
         None,
         "How vLLM gets the student's weights: as an adapter (lora) or merged; by default merged on CPUs, lora elsewhere.",
@@ -228,8 +228,8 @@ class SelfDistillConfig(TrainingArguments):
     model_dtype: str = model_setting(
         "auto",
         "Data type of the base model. 'auto' is float32 on a device that does not multiply bfloat16 matrices, if the weights then take "
-        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. (Logit "
-        "gradients are below float16's range.)",
+        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. float16 is "
+        "not offered: most logit gradients are below its range.",
         choices=("auto", "bfloat16", "float32"),
     )
     quantization: str | None = model_setting(
@@ -240,24 +240,24 @@ class SelfDistillConfig(TrainingArguments):
     )
     attn_implementation: str | None = model_setting(
         None,
-        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa, on CPUs by the package's own "
-        "products in bfloat16.",
+        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa; on CPUs "
+        "'firedistill', attention by matrix products in bfloat16.",
         effect="rounding",
     )
     fsdp_size: int | None = model_setting(
         None,
-        "Processes that the base model is spread over (FSDP2 of transformers); by default every process holds all of it.",
+        "Number of processes that share a sharded base model (FSDP2 of transformers); by default it is not sharded.",
         effect="rounding",
         above=0,
     )
     dp_replicate_size: int | None = model_setting(
-        None, "Copies of a base model that is spread over processes: processes divided by fsdp_size.", effect="none", above=0
+        None, "Replicas of a sharded base model: processes divided by fsdp_size.", effect="none", above=0
     )
     initial_adapter: str | None = model_setting(
         None, "Folder of a LoRA adapter to start from, such as a warm start's.", effect="place"
     )
     lora_r: int = model_setting(16, "Rank of the LoRA factors.", above=0)
-    lora_alpha: int = model_setting(32, "LoRA scaling.", above=0)
+    lora_alpha: int = model_setting(32, "LoRA alpha: the adapter's product is scaled by lora_alpha / lora_r.", above=0)
     lora_dropout: float = model_setting(0.0, "LoRA dropout.", at_least=0, below=1)
     lora_dtype: str = model_setting(
         "base",
@@ -296,7 +296,8 @@ class SelfDistillConfig(TrainingArguments):
         "cosine", "Schedule after the warm-up: 'cosine' or 'constant'.", choices=("cosine", "constant")
     )
     per_device_train_batch_size: int = optimization_setting(
-        8, "Prompts per micro-batch and device, with all their responses; times the next option: prompts per step.", above=0
+        8, "Prompts per micro-batch and process, with all their responses. Prompts per step: this x gradient_accumulation_steps x processes.",
+        above=0,
     )
     gradient_accumulation_steps: int = optimization_setting(
         1, "Micro-batches per optimizer step. How prompts are split changes memory, not the result.", above=0
@@ -336,7 +337,7 @@ class SelfDistillConfig(TrainingArguments):
         at_least=0,
     )
     eval_also: list[str] = run_setting(
-        [], "Further tasks that every evaluation answers greedily: what is forgotten, or carried over.", effect="none"
+        [], "Further tasks to evaluate greedily, to measure forgetting and transfer.", effect="none"
     )
     policy_kl_every: int = run_setting(
         0,
@@ -345,7 +346,7 @@ class SelfDistillConfig(TrainingArguments):
         at_least=0,
     )
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
-    save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps.", effect="none", above=0)
+    save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.", effect="none", above=0)
     save_strategy: str = inherited_setting("steps", "Do not change, or 'no': a run has no epochs.", choices=("steps", "no"))
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
@@ -385,6 +386,13 @@ class SelfDistillConfig(TrainingArguments):
         False,
         "Not supported; adapter/ holds the last step. Evaluate a checkpoint: firedistill eval RUN/checkpoint-N",
         choices=(False,),
+    )
+    activation_checkpointing: bool | None = inherited_setting(
+        None, "The name that recent versions of transformers have for gradient_checkpointing, which takes precedence."
+    )
+    fsdp: str | None = inherited_setting(None, "Not supported: it would shard the adapter, too. Use fsdp_size.")
+    resume_from_checkpoint: str | None = inherited_setting(
+        None, "Checkpoint folder, 'auto' (the newest complete one, if any), true (requires one) or false (starts over)."
     )
     push_to_hub: bool = inherited_setting(False, "Upload adapter, tokenizer and model card to the Hub.", effect="none")
     hub_strategy: str = inherited_setting(
@@ -427,8 +435,9 @@ class SelfDistillConfig(TrainingArguments):
                 raise ValueError(
                     f"{name} is {value!r}: it would apply to a part of the step only. {fix}, or start with torchrun"
                 )
-        # Recent versions of transformers call the same thing activation checkpointing, and warn about this name.
-        checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
+        # Recent versions of transformers warn about the older name.
+        checkpointing = self.activation_checkpointing if self.gradient_checkpointing is None else self.gradient_checkpointing
+        self.gradient_checkpointing = None
         processes = int(os.environ.get("WORLD_SIZE", 1))
         if processes > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers starts independent processes
@@ -666,11 +675,11 @@ class WarmStartConfig(SelfDistillConfig):
     method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
     max_steps: int = optimization_setting(100, "Optimizer steps.")
     learning_rate: float = optimization_setting(1e-3, "Peak learning rate.")
-    warmup_steps: float = optimization_setting(10, "Steps of linear warm-up (a share of all steps if below 1).")
+    warmup_steps: float = optimization_setting(10, "Steps of linear warm-up; below 1, a fraction of all steps.")
     eval_steps: float | None = run_setting(
         0, "Evaluate every N steps (0: never in between), and always before the first and after the last."
     )
-    save_steps: float = run_setting(1_000_000, "Write a checkpoint every N steps, and after the last.")
+    save_steps: float = run_setting(1_000_000, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.")
 
     feedback_share: float = training_setting(
         0.0,

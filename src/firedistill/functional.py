@@ -1,4 +1,7 @@
-"""The mathematics of the methods as pure functions on tensors: a flat, public face on `firedistill.objectives`."""
+"""The equations of the methods as pure functions, re-exported from `firedistill.objectives`.
+
+Logits `[..., V]` are float32 or float64; another dtype raises TypeError. Results have the dtype of the logits.
+"""
 
 from firedistill.objectives.demopsd import demopsd_target
 from firedistill.objectives.distributions import (

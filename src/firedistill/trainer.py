@@ -128,7 +128,7 @@ class SelfDistillTrainer(ResumableTrainer):
         callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
 
     Attributes:
-        task: the task, guarded: a verdict always comes, and feedback comes or raises `TaskFault`.
+        task: the task in a `GuardedTask`: `verify` always returns a verdict, `feedback` returns fields or raises `TaskFault`.
         last_metrics: the row of the last step.
         console_report: prints a line per step; None with `args.disable_tqdm`.
         on_progress: called as `on_progress(phase, done, total=...)` during a step; the command line shows a bar.

@@ -24,14 +24,14 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
     parser = argparse.ArgumentParser(
         prog="firedistill bench",
         description="Times and memory on this machine; both sides of each comparison take turns.",
-        epilog="What a GPU does with the package, from its ceilings to whole steps: firedistill bench gpu --help",
+        epilog="GPU benchmarks, from bandwidth and matrix products to whole steps: firedistill bench gpu --help",
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(benchmarks.BENCHMARKS)}; default: all of them")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--model", help="hub id or folder of an instruct model; default: a random model")
     parser.add_argument("--repeats", type=int, help="timed runs of each side")
     parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's choice")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="device to measure (cpu)")
     parser.add_argument(
         "--dtype",
         choices=["auto", "bfloat16", "float32"],
@@ -82,13 +82,13 @@ def check_device(device: str) -> None:
 def gpu_command(arguments: Sequence[str], console: Console) -> int:
     parser = argparse.ArgumentParser(
         prog="firedistill bench gpu",
-        description="What a GPU does with the package, in parts. Nothing is downloaded. Each part has a .json file, written as it is "
+        description="Benchmark the package on a GPU, in parts. Nothing is downloaded. Each part has a .json file, written as it is "
         "measured. A call stops when its budget is used, and the next one with the same folder makes the missing parts.",
         epilog="Parts: " + "; ".join(f"{part.name} ({part.seconds:g} s): {part.title}" for part in gpu.PARTS) + ".",
     )
     parser.add_argument("names", nargs="*", metavar="PART", help="measure these parts (again); default: those that are missing")
     parser.add_argument("--budget", type=float, default=500.0, help="seconds of this call (500)")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda", help="device to measure (cuda)")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the command; the times mean nothing")
     parser.add_argument("--page", action="store_true", help=f"only make {PAGE} of the files in the folder")
     parser.add_argument("--tests", default=default_tests(), help="folder of the test suite, for the part `tests`")

@@ -285,7 +285,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     for number, field in enumerate(rollout.feedback, start=1):
         panel(field.text, f"feedback field {number}, {field.name}" + (f" of group {field.group}" if field.group else ""))
     if not prompts:
-        console.print("--prompts shows what student and teacher are asked", style="dim")
+        console.print("--prompts shows the prompts of student and teacher", style="dim")
         return
     panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
     without = {f"without {name}": view for name, view in inspection.removed.items()}

@@ -45,9 +45,9 @@ COMMANDS = {
     "inspect": ("inspect:inspect_command", "one example: prompts, response, feedback, and a per-token table"),
     "data": (
         "data:data_command",
-        "your own data without a model: columns, prompts, verdicts, feedback, and what is wrong with them",
+        "your own data without a model: columns, prompts, verdicts, feedback, and invalid rows",
     ),
-    "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and continued"),
+    "suite": ("suite:suite_command", "many runs: the paper's tables and figures, or your own; can be stopped and resumed"),
     "report": ("report:report_command", "tables, figures and a page of runs and suites, or their curves as a picture"),
     "completion": (
         "completion:completion_command",

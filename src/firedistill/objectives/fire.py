@@ -362,7 +362,7 @@ class HardGradientExcision(Fire):
 
     influence: Influence = setting(
         "half_l1",
-        "What the removed field has the largest token mean of: half_l1 (the authors' code) or energy (the paper's E_j).",
+        "Measure whose token mean selects the removed field: half_l1 (the authors' code) or energy (the paper's E_j).",
     )
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -55,7 +55,7 @@ class NegativeAdvantage(Objective):
     uses_teacher: ClassVar[bool] = False
 
     share: float = setting(0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.")
-    advantage: float = setting(-0.5, "Their advantage.")
+    advantage: float = setting(-0.5, "Advantage of the trained tokens.")
     delta: float = setting(0.0, "1 makes the advantage more negative where the entropy is high; 0 keeps it fixed.")
 
     def __post_init__(self) -> None:

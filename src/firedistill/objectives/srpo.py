@@ -108,7 +108,7 @@ class SRPO(Objective):
     beta: float = setting(1.0, "Entropy coefficient of the token weights.")
     clip: float = setting(0.2, "PPO clipping epsilon.")
     ratio_cap: float = setting(2.0, "Largest importance ratio.")
-    deviation: Deviation = setting("population", "What advantages are divided by: population or sample deviation, or none.")
+    deviation: Deviation = setting("population", "Divisor of the advantages: population or sample standard deviation, or none.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

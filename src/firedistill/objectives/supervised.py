@@ -14,7 +14,7 @@ from firedistill.objectives.registry import register
 
 @register("supervised")
 class Supervised(Objective):
-    """Token mean of the negative log-likelihood of every response; no teacher."""
+    """Token mean of the negative log-likelihood of every response; no teacher. For `firedistill warmstart` only."""
 
     uses_teacher: ClassVar[bool] = False
 

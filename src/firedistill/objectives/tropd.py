@@ -86,7 +86,7 @@ class TrOPD(Objective):
     group_size: int = setting(4, "Ordinary responses per prompt; one guided response comes on top.")
     beta: float = setting(1e-3, "Guidance coefficient: weight of the teacher's prefix.")
     max_prefix: int = setting(384, "Longest guided prefix at the first step, in tokens; 0 turns guidance off.")
-    top_k: int = setting(64, "Tokens of the teacher that an outlier imitates.")
+    top_k: int = setting(64, "Number of the teacher's most likely tokens in the forward KL of untrusted tokens.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,7 @@
 """Rollouts by vLLM servers, in an environment of their own or on other machines.
 
     VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve MODEL --enable-lora --max-lora-rank 16 --max-cpu-loras 4 --generation-config vllm
-    firedistill train gsm8k --rollouts http://host:8000
+    firedistill train gsm8k-qwen2.5-1.5b --rollouts http://host:8000
 
 Each version of the student's weights is registered with every server under a name of its own, from a folder that the servers can read.
 The prompts are divided among the servers. A server that does not answer or has restarted is retried for `patience` seconds.

@@ -29,13 +29,17 @@ def task(
         def reverse(row, response):
             return response.strip() == row["word"][::-1]
 
-    The first is asked for rows once, and a fifth of them is held out by a fixed seed; a function with a parameter is called with
-    "train" and "eval" instead. The second judges a response to a row and returns True, False, or a `Verdict`; it may be `async def`.
+    The first function is called once, and a fifth of its rows is held out by a fixed seed. A function with a parameter is called with
+    "train" and "eval" instead. The second function judges a response to a row and returns True, False, or a `Verdict`; it may be
+    `async def`.
 
     Args:
         data: what `TableTask` reads; None if the function returns the rows.
         answer, columns, feedback, eval_data, bad_rows, format_instruction: as in `TableTask`.
-        name: in uids and logs; by default that of the function.
+        name: of the task in uids and logs; by default the function's.
+
+    Returns:
+        A decorator that replaces the function by a `TableTask`.
     """
 
     def decorate(function: Callable[..., Any]) -> TableTask:

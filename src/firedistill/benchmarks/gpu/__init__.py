@@ -28,7 +28,7 @@ CALLS = {
     Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 115): "steps whole_step 1.5b",
     Part("head", "Head and loss, forward and backward, by chunk size", 35): "kernels head",
     Part("waits", "Waits for the device in a FIRE step", 30): "inspection waits",
-    Part("same-seed", "The embedded model trained twice with the same seed", 120, alone=True): "inspection same_seed",
+    Part("same-seed", "The lab model trained twice with the same seed", 120, alone=True): "inspection same_seed",
     Part("student", "The student's forward and backward pass", 25): "steps student",
     Part("scoring", "The teacher's forward passes", 40): "steps scoring",
     Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90): "kernels rows_alone",

@@ -157,7 +157,7 @@ def operators(setting: Setting, profiler: Any, what: str, divisor: int) -> Itera
 
 
 def same_seed(setting: Setting) -> Iterator[harness.Row]:
-    """Two runs of the embedded model with one seed: is every number of the adapter the same, is every loss?
+    """Two runs of the lab model with one seed: is every number of the adapter the same, is every loss?
 
     Measured again with the package's option `deterministic`. Every run has a process of its own, and compiles anew.
     """
