@@ -57,7 +57,7 @@ def train(steps: int) -> list[float]:
         sampler = Sampler(engine, task, encoder, SAMPLING, BUDGET, seed=step_seed(SEED, k))
         rollouts = [rollout for rollout in sampler.student(prompts) if rollout.response_ids]
 
-        # ---- Line 9: feedback c_i = (b_1, ..., b_B) about each wrong response
+        # ---- Line 8: feedback c_i = (b_1, ..., b_B) about each wrong response
         for i, rollout in enumerate(rollouts):
             if not rollout.verdict.correct:
                 feedback = task.feedback(rollout.example, rollout.response.text, rollout.verdict)
@@ -68,9 +68,9 @@ def train(steps: int) -> list[float]:
         # ---- Line 3: the live student's hidden states at the response positions; the head turns them into p and rho
         model.train()
         student = score_responses(model, [r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts])
-        # ---- Line 10: the teacher on the same responses, under the full feedback c: q_c
+        # ---- Line 9: the teacher on the same responses, under the full feedback c: q_c
         full = teacher.full(wrong)
-        # ---- Lines 5 to 7 for correct responses: beta and Fisher-weighted SFT. For wrong ones, lines 11 and 12 as far as q_c alone
+        # ---- Lines 5 and 6 for correct responses: beta and Fisher-weighted SFT. For wrong ones, lines 10 and 11 as far as q_c alone
         # decides them: E_c and the gate chi. The tokens with chi > 0 are `first.over`.
         first = first_pass(
             head,
@@ -82,18 +82,18 @@ def train(steps: int) -> list[float]:
             step_scale=step_scale,
             log_prob_floor=LOG_PROB_FLOOR,
         )
-        # ---- Line 10: the teacher without each field, q_-j, only where the gate is open
+        # ---- Line 9: the teacher without each field, q_-j, only where the gate is open
         views = teacher.states_without_fields(wrong, full, first.over)
-        # ---- Lines 11 to 14: E_j, the weights alpha, the target q_A, its contraction eta, and KL(p || q_FIRE)
+        # ---- Lines 10 to 13: E_j, the weights alpha, the target q_A, its contraction eta, and KL(p || q_FIRE)
         output = first.attribute(views)
 
-        # ---- Lines 17 and 18: the loss over |B|, and the optimizer step at rate a_k
+        # ---- Lines 16 and 17: the loss over |B|, and the optimizer step at rate a_k
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.param_groups[0]["lr"] = a_k
         optimizer.step()
         optimizer.zero_grad()
-        # ---- Line 19: theta-bar <- mu theta-bar + (1 - mu) theta
+        # ---- Line 18: theta-bar <- mu theta-bar + (1 - mu) theta
         teacher.update()
 
         right = sum(rollout.verdict.correct for rollout in rollouts)

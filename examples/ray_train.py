@@ -10,7 +10,7 @@ lost, Ray starts all of them again, and the run resumes from its last checkpoint
 import argparse
 from pathlib import Path
 
-import torch
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -28,7 +28,10 @@ def train(settings: dict) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a recipe's name or path")
-    parser.add_argument("--workers", type=int, default=2, help="one process each, with one GPU where there are any")
+    parser.add_argument("--workers", type=int, default=2, help="number of processes")
+    parser.add_argument(
+        "--gpus", action=argparse.BooleanOptionalAction, help="give each worker a GPU; default: if the cluster has any"
+    )
     parser.add_argument("--restarts", type=int, default=0, help="how often lost workers are started again")
     options, rest = parser.parse_known_args(arguments)
 
@@ -36,6 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
     folder = Path(config.run_dir).absolute()
     recipe = Path(options.recipe)
+    ray.init(ignore_reinit_error=True)
+    gpus = ray.cluster_resources().get("GPU", 0) > 0 if options.gpus is None else options.gpus  # this machine may have none
     TorchTrainer(
         train,
         train_loop_config={
@@ -43,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
             "overrides": overrides | {"output_dir": str(folder)},
         },
         torch_config=TorchConfig(timeout_s=config.ddp_timeout),
-        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=torch.cuda.is_available()),
+        scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=gpus),
         run_config=RunConfig(
             name=folder.name,
             storage_path=str(folder.parent / "ray_results"),

@@ -234,6 +234,22 @@ def test_the_states_and_gradients_of_a_model(kind, checkpointing, monkeypatch):
     assert all(mine <= 1.25 * other for mine, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_keys_are_repeated_where_no_kernel_shares_them(kind, monkeypatch):
+    """As on a GPU in float32: the same states and gradients."""
+    found, used = [], []
+    for repeats in (False, True):
+        monkeypatch.setattr(own, "repeats_keys", lambda query, key, repeats=repeats: used.append(repeats) or repeats)
+        model = add_lora(random_model(kind))
+        use_own_attention(model)
+        states = last_hidden_states(model, IDS)
+        (states * torch.randn(states.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
+        found.append([states.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
+    assert used.count(True) == used.count(False) == 2, "in each of two layers"
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_generate_of_transformers_with_padding():
     model = random_model().eval()
     ids, mask = IDS.clone(), torch.ones_like(IDS)

@@ -22,9 +22,9 @@ GROUPS = ["mixed", "groups of five", "a wrong empty response", "one token"]
 # ---- The negative advantage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("delta", [0.0, 1.0])
+@pytest.mark.parametrize(("advantage", "delta"), [(-0.75, 0.0), (-0.75, 1.0), (-0.25, 1.0)])  # in the last, A is 0 at H_min
 @pytest.mark.parametrize("case", GROUPS)
-def test_the_negative_advantage_is_the_papers(case, delta):
+def test_the_negative_advantage_is_the_papers(case, advantage, delta):
     world = random_world(case)
 
     def loss(logits):
@@ -37,11 +37,11 @@ def test_the_negative_advantage_is_the_papers(case, delta):
             total = torch.zeros((), dtype=torch.float64)
             for t in chosen:
                 r = 2 * (float(h[t]) - low) / (high - low) - 1 if high > low else 0.0
-                total = total - (-0.75 - delta / 4 * r) * sampled[t]
+                total = total - (advantage - delta / 4 * r) * sampled[t]
             parts.append(total / max(count, 1))
         return sum(parts) / world.prompts
 
-    objective = load_objective("negative_advantage", {"advantage": -0.75, "delta": delta})
+    objective = load_objective("negative_advantage", {"advantage": advantage, "delta": delta})
     assert_result(world.run(objective), world.literal(loss))
     assert not world.teacher.read
 

@@ -109,6 +109,20 @@ def test_decisions_on_a_cpu(checkpoint, tmp_path):
     }
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "named", "own"),
+    [
+        ("cpu", torch.bfloat16, None, True),
+        ("cuda", torch.float32, None, True),
+        ("cuda", torch.bfloat16, None, False),
+        ("cuda", torch.float32, "sdpa", False),
+    ],
+)
+def test_where_the_packages_own_attention_is_the_default(device, dtype, named, own):
+    args = SimpleNamespace(device=torch.device(device), attn_implementation=named)
+    assert setup.prefers_own_attention(args, add_lora(random_model(dtype=dtype))) is own
+
+
 def test_attention_on_a_gpu_does_without_cudnn(monkeypatch):
     """cuDNN plans every new shape on the host. The switch is one of the process."""
     args, model = open_settings(merge_adapter=False, activation_checkpointing=True), add_lora(random_model())

@@ -250,11 +250,13 @@ def test_the_engine_inherits_nothing_of_the_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("MINE", "1")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     torch.manual_seed(3)
     expected = torch.Generator().manual_seed(3)
     before = dict(os.environ)
     with environment_of_engine(torch.device("cpu")):
         assert "RANK" not in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ and os.environ["MINE"] == "1"
+        assert "PYTORCH_ALLOC_CONF" not in os.environ, "sleep mode cannot use it"
         assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
         assert {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1} <= signal.pthread_sigmask(signal.SIG_BLOCK, [])
         os.environ["LD_PRELOAD"] = "x.so"

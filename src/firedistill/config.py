@@ -215,7 +215,9 @@ class SelfDistillConfig(TrainingArguments):
         "Engine that samples: 'hf' (the student itself), 'vllm' (a process of its own), 'auto' (vllm where it is installed and fits), "
         "or addresses of vLLM servers, http://host:port, separated by commas.",
     )
-    rollout_servers: list[str] = rollout_setting([], "Set by --rollouts http://host:port,...; do not set it yourself.", effect="none")
+    rollout_servers: list[str] = rollout_setting(
+        [], "Set by --rollouts http://host:port,...; do not set it yourself.", effect="none"
+    )
     vllm_weights: str | None = rollout_setting(
         None,
         "How vLLM gets the student's weights: as an adapter (lora) or merged; by default merged on CPUs, lora elsewhere.",
@@ -296,7 +298,9 @@ class SelfDistillConfig(TrainingArguments):
         "cosine", "Schedule after the warm-up: 'cosine' or 'constant'.", choices=("cosine", "constant")
     )
     per_device_train_batch_size: int = optimization_setting(
-        8, "Prompts per micro-batch and process, with all their responses. Prompts per step: this x gradient_accumulation_steps x processes.",
+        8,
+        "Prompts per micro-batch and process, with all their responses. Prompts per step: this times gradient_accumulation_steps and "
+        "processes.",
         above=0,
     )
     gradient_accumulation_steps: int = optimization_setting(
@@ -332,7 +336,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     eval_samples: int = run_setting(
         0,
-        "Responses sampled per held-out problem, as in training, for sampled accuracy, pass@k, entropy and distinct answers (0: none).",
+        "Responses sampled per held-out problem, by temperature, top_p and top_k, for sampled accuracy, pass@k, entropy and distinct "
+        "answers (0: none).",
         effect="none",
         at_least=0,
     )
@@ -346,7 +351,9 @@ class SelfDistillConfig(TrainingArguments):
         at_least=0,
     )
     eval_batch_size: int = run_setting(64, "Prompts per generate call in evaluation.", effect="none", above=0)
-    save_steps: float = run_setting(50, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.", effect="none", above=0)
+    save_steps: float = run_setting(
+        50, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.", effect="none", above=0
+    )
     save_strategy: str = inherited_setting("steps", "Do not change, or 'no': a run has no epochs.", choices=("steps", "no"))
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
@@ -679,7 +686,9 @@ class WarmStartConfig(SelfDistillConfig):
     eval_steps: float | None = run_setting(
         0, "Evaluate every N steps (0: never in between), and always before the first and after the last."
     )
-    save_steps: float = run_setting(1_000_000, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.")
+    save_steps: float = run_setting(
+        1_000_000, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one."
+    )
 
     feedback_share: float = training_setting(
         0.0,

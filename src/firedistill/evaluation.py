@@ -140,7 +140,7 @@ def evaluate_samples(
     model: nn.Module,
     progress: Callable[..., None],
 ) -> tuple[list[Rollout], dict[str, Any]]:
-    """Sample `eval_samples` responses to every example with the sampling parameters of training; see `evaluate`.
+    """Sample `eval_samples` responses to every example with the sampling settings of the run; see `evaluate`.
 
     Every evaluation of a run uses the same random numbers.
     """

@@ -210,7 +210,7 @@ def load_setup(
     for each in (student, teacher_model):
         if each is not None and args.device.type == "cuda":
             decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
-        elif each is not None and args.attn_implementation is None:
+        if each is not None and prefers_own_attention(args, each):
             use_own_attention(each)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(student, args)
@@ -410,7 +410,7 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
 def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
     """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name.
 
-    On a GPU, PyTorch does without the attention of cuDNN from then on.
+    On a GPU, PyTorch does without the attention of cuDNN from then on, except for steps of sampling (`rollouts/fixed.py`).
     """
     decided, on_gpu = {}, args.device.type == "cuda"
     if on_gpu:  # cuDNN plans its attention on the host for every new shape, and the shapes of steps differ
@@ -436,6 +436,11 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         decided["gradient_checkpointing"] = f"{str(checkpointing).lower()}: {why}"
         args.gradient_checkpointing = args.activation_checkpointing = checkpointing
     return decided
+
+
+def prefers_own_attention(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> bool:
+    """Whether `models/attention.py` replaces PyTorch's attention: not on GPUs in half precision, and not where one is named."""
+    return args.attn_implementation is None and (args.device.type != "cuda" or unwrap(model).dtype == torch.float32)
 
 
 def sharding_of(args: SelfDistillConfig) -> Any:

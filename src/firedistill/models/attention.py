@@ -59,6 +59,10 @@ def attention(
     known = causal and query.shape[2] == key.shape[2] if attention_mask is None else attention_mask.dtype == torch.bool
     if plain and known and is_tiled(query):
         return tiled_attention(query, key, value, attention_mask, scaling), None
+    if plain and known and attention_mask is None and repeats_keys(query, key):
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+        return found.transpose(1, 2), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
@@ -76,6 +80,11 @@ def causal_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tenso
 def is_tiled(query: Tensor) -> bool:
     """Whether the device and type of the queries are those of `TiledAttention`."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and multiplies_bfloat16()
+
+
+def repeats_keys(query: Tensor, key: Tensor) -> bool:
+    """Whether no fused kernel of PyTorch takes heads that share keys: it would keep all scores, which it does not for as many keys."""
+    return query.device.type == "cuda" and query.dtype == torch.float32 and key.shape[1] < query.shape[1]
 
 
 def tiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:

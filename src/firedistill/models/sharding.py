@@ -110,7 +110,7 @@ class Lockstep:
         """The number of processes that make a pass. On an accelerator, only reading it waits for the others."""
         if self._unfinished:
             raise RuntimeError("a forward pass of the sharded model failed: the processes cannot continue together")
-        total = torch.tensor(mine, device=self.model.device)
+        total = torch.full((), mine, device=self.model.device)  # `torch.tensor` would wait for the device
         dist.all_reduce(total)
         return total
 

@@ -60,7 +60,9 @@ class DemoPSD(Objective):
 
     alpha_max: float = setting(0.15, "Largest share of the reference in the target.")
     beta: float = setting(50.0, "Scale of the divergence d: the share is alpha_max tanh(beta d / 2).")
-    reference: Literal["ema", "student"] = setting("ema", "Distribution without feedback: of the EMA teacher (ema) or the live student (student).")
+    reference: Literal["ema", "student"] = setting(
+        "ema", "Distribution without feedback: of the EMA teacher (ema) or the live student (student)."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

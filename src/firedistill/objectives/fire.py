@@ -296,7 +296,7 @@ class Fire(Objective):
         return output.loss, self.metrics(batch, correct, output)
 
     def metrics(self, batch: MicroBatch, correct: Tensor, output: FireHeadOutput) -> Metrics:
-        """Token means of the quantities of both branches. Field energies exist only where the views were scored."""
+        """Token means of the quantities of both branches. Field energies exist only at tokens over the radius."""
         metrics = Metrics()
         right, wrong = correct.nonzero().flatten(), (~correct).nonzero().flatten()  # a mask would make the host wait every time
         metrics.mean(

@@ -27,8 +27,10 @@ from firedistill.objectives.distributions import entropy
 from firedistill.objectives.registry import register
 
 
-def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, advantage: float, delta: float) -> Tensor:
-    """The advantage of every token of one response, 0 outside of S; `[T]`, detached.
+def negative_advantages(
+    log_probs: Tensor, entropies: Tensor, share: float, advantage: float, delta: float
+) -> tuple[Tensor, Tensor]:
+    """The indices `[|S|]` of the tokens of one response that are in S, and their advantages `[|S|]`, detached.
 
     Args:
         log_probs: `[T]`, of the sampled tokens.
@@ -39,12 +41,11 @@ def negative_advantages(log_probs: Tensor, entropies: Tensor, share: float, adva
     """
     log_probs, entropies = log_probs.detach(), entropies.detach()
     chosen = log_probs.argsort(stable=True)[: math.ceil(share * len(log_probs))]
-    advantages = torch.zeros_like(log_probs)
+    relative = torch.zeros_like(log_probs[chosen])
     if len(chosen):
         low, high = entropies[chosen].min(), entropies[chosen].max()
-        relative = 2 * (entropies[chosen] - low) / (high - low) - 1 if high > low else torch.zeros_like(entropies[chosen])
-        advantages[chosen] = advantage - delta / 4 * relative
-    return advantages
+        relative = 2 * (entropies[chosen] - low) / (high - low) - 1 if high > low else relative
+    return chosen, advantage - delta / 4 * relative
 
 
 @register("negative_advantage")
@@ -72,10 +73,11 @@ class NegativeAdvantage(Objective):
             return torch.stack([token_log_probs(logits, token_ids[chunk]), entropy(logits)])
 
         found = map_tokens(batch.head, batch.student, log_prob_and_entropy)
-        parts = [negative_advantages(log_p, h, self.share, self.advantage, self.delta) for log_p, h in found]
-        weights = [part / max(int((part != 0).sum()), 1) for part in parts]
-        for (log_probs, entropies), part in zip(found, parts, strict=True):
-            metrics.mean(entropy=entropies, negative_advantage=part[part != 0], negative_log_prob=log_probs[part != 0])
+        weights = []
+        for log_probs, entropies in found:
+            chosen, advantages = negative_advantages(log_probs, entropies, self.share, self.advantage, self.delta)
+            weights.append(torch.zeros_like(log_probs).index_copy(0, chosen, advantages / max(len(chosen), 1)))
+            metrics.mean(entropy=entropies, negative_advantage=advantages, negative_log_prob=log_probs[chosen])
 
         def token_loss(student_logits: Tensor, chunk: slice) -> Tensor:
             return -token_log_probs(student_logits, token_ids[chunk])

@@ -284,6 +284,9 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
     saved, state = dict(os.environ), random_state()
     for name in [name for name in os.environ if name in LAUNCHER or name.startswith(("TORCHELASTIC_", "ACCELERATE_"))]:
         del os.environ[name]
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # vLLM's sleep mode refuses expandable segments
+        if "expandable_segments" in os.environ.get(name, ""):
+            del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
     os.environ[STARTED_BY_TRAINER] = "1"
     # By itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores.
