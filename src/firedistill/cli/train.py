@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 
+import torch.distributed as dist
 from rich.console import Console
 
 from firedistill.cli.arguments import config_of, parse, wants_help
@@ -73,6 +74,8 @@ def run_training(
         if trainer.console_report is not None:
             trainer.console_report.console = console
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
+    if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
+        dist.destroy_process_group()
     if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
