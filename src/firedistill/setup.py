@@ -256,7 +256,7 @@ def load_setup(
     )
 
 
-def named_task(task: Any, args: SelfDistillConfig, judged: bool = False) -> Task:
+def named_task(task: Any, args: SelfDistillConfig, judged: bool) -> Task:
     """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true.
 
     Args:

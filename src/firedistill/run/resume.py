@@ -276,7 +276,7 @@ class ResumableTrainer(Trainer):
                 error or "on the main process",
             )
         elif self.args.should_save:
-            checkpoints.rotate(self.args.run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            checkpoints.rotate(self.args.run_dir, self.args.save_total_limit)
             if self.args.push_to_hub and self.args.hub_strategy != "end":
                 self.push(folder)
 
@@ -315,7 +315,7 @@ class ResumableTrainer(Trainer):
             if main:
                 checkpoints.save_state(list(random_states), unfinished, "random_state")
                 self.save_extra(unfinished)
-                self.save_trainer_state(unfinished, folder)
+                self.save_trainer_state(unfinished)
                 content = {
                     "step": self.state.global_step,
                     "evaluation_due": bool(self.evaluation_due),
@@ -385,16 +385,13 @@ class ResumableTrainer(Trainer):
                 logger.error("make room on the disk: this is tried again every %.0f s until SIGTERM or Ctrl-C", RETRY_AFTER)
                 self.stop.wait(RETRY_AFTER)
 
-    def save_trainer_state(self, unfinished: Path, folder: Path) -> None:
-        """Write Trainer's own state, as `Trainer._save_checkpoint` does, for a checkpoint that will be in `folder`."""
-        if self.state.best_global_step:
-            best = checkpoints.checkpoint_folder(self.args.run_dir, self.state.best_global_step)
-            self.state.best_model_checkpoint = str(best) if best.is_dir() or best == folder else None
+    def save_trainer_state(self, folder: Path) -> None:
+        """Write Trainer's own state, as `Trainer._save_checkpoint` does."""
         callback_states = cast(dict[str, Any], self.state.stateful_callbacks)  # declared as the list that it is made from
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 callback_states[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(unfinished / "trainer_state.json"))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded:

@@ -133,11 +133,11 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         raise TypeError("rows of an open file cannot be copied to another process")
 
 
-def csv_rows(path: Path, delimiter: str | None = None) -> Rows:
+def csv_rows(path: Path, delimiter: str | None) -> Rows:
     """The rows of a text file with a line of column names; an empty cell is None. Cells may span several lines.
 
     Args:
-        delimiter: by default a comma, or a semicolon or tab if the first line has one and no comma.
+        delimiter: None for a comma, or for a semicolon or tab if the first line has one and no comma.
 
     Raises:
         DataError: column names are missing or repeated, the text is not UTF-8, or a quotation mark is not closed.

@@ -109,8 +109,6 @@ class EMAWeights:
 class FixedWeights:
     """The weights of a teacher that is a separate model: they never change, and checkpoints do not hold them."""
 
-    rate = 0.0
-
     def __init__(self, model: nn.Module):
         self.model = model
 
