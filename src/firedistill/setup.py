@@ -30,9 +30,9 @@ from firedistill.rollouts.load import choose_engine
 from firedistill.rollouts.merging import fusable_layers, merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
-from firedistill.tasks.guard import GuardedTask, read_examples
+from firedistill.tasks.guard import read_examples
 from firedistill.tasks.judge import load_judge
-from firedistill.tasks.judged import JudgedTask
+from firedistill.tasks.judged import guarded_task
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
@@ -140,8 +140,7 @@ def load_setup(
     task = named_task(task, args, judged=judge is not None and judge.decides)
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
-    guarded = GuardedTask(task, args.task_timeout) if judge is None else JudgedTask(task, args.task_timeout, judge)
-    task = cast(Task, guarded)  # has the interface of a task
+    task = guarded_task(task, args.task_timeout, judge)
     decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     objective = load_objective(args.method, args.method_settings)
@@ -228,7 +227,7 @@ def load_setup(
         eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
     also: dict[str, tuple[Task, list[Example]]] = {}
     for name in args.eval_also if eval_examples else []:
-        other = cast(Task, GuardedTask(load_task(name), args.task_timeout))
+        other = guarded_task(load_task(name), args.task_timeout)
         also[name] = other, held_out(other, args, "eval")
         if not also[name][1]:
             raise ValueError(f"eval_also names {name!r}, which has no held-out problems: leave it out")

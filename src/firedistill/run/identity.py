@@ -23,7 +23,7 @@ from firedistill.coerce import read_yaml
 from firedistill.config import OPEN, SelfDistillConfig, effect
 from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
-from firedistill.run.directory import finished_step
+from firedistill.run.directory import finished_step, is_run
 from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
 from firedistill.terminal import nearest
@@ -215,7 +215,7 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     folder = Path(wanted)
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; expected a folder checkpoint-<step>, or auto")
-    if folder.resolve().parent != Path(run).resolve() and (found or (Path(run) / "metrics.jsonl").exists()):
+    if folder.resolve().parent != Path(run).resolve() and (found or is_run(Path(run))):
         raise CheckpointError(
             f"{run} holds a run of its own, and {folder} belongs to another one: resume the one that is there (--resume), or "
             "choose another --output_dir"

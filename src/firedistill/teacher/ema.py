@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from firedistill.models.lora import trained_parameters
 from firedistill.models.states import inference_mode
 
 
@@ -33,7 +34,7 @@ class EMAWeights:
         if not 0 <= rate <= 1:
             raise ValueError(f"ema_rate is {rate}; expected 1 - mu, the weight of the new student, in [0, 1]")
         self.model, self.rate = model, rate
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trained_parameters(model)
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; add an adapter before creating the teacher")
         self.shadow = {name: p.detach().float().clone() for name, p in self.parameters.items()}
