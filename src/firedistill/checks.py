@@ -255,7 +255,7 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         verdicts, reason, started = [], "", time.perf_counter()
         try:
             for response in gold_responses(setup, example):
-                verdict = task.judge(example, response)
+                verdict = task.verdict(example, response)
                 verdicts.append(verdict.correct)
                 reason = reason or ("verify marks its verdict as failed" if verdict.failed else "")
         except TaskFault as fault:

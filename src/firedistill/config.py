@@ -468,7 +468,7 @@ class SelfDistillConfig(TrainingArguments):
 
         return re.sub(r"\{(\w+)\}", value, folder)
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         """Check every value against the choices and limits that its option declares."""
         for inherited in fields(TrainingArguments):
             name = inherited.name
@@ -491,6 +491,10 @@ class SelfDistillConfig(TrainingArguments):
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
+
+    def _check(self) -> None:
+        """Check every value, and what an option cannot declare: paths, addresses, and values that exclude each other."""
+        self._check_values()
         try:
             os.path.abspath(self.run_dir).encode()
         except UnicodeEncodeError:

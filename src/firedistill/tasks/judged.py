@@ -68,8 +68,8 @@ class JudgedTask(GuardedTask):
     def own(self) -> GuardedTask:
         return self.unjudged
 
-    def judge(self, example: Example, response: str) -> Verdict:
-        return self.own.judge(example, response)
+    def verdict(self, example: Example, response: str) -> Verdict:
+        return self.own.verdict(example, response)
 
     def begins(self, name: str) -> bool:
         return self._joins(name) or self.own.begins(name)

@@ -94,12 +94,9 @@ class EMAWeights:
             stored = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
-        mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
-        for name in stored.keys() & self.shadow.keys():
-            if (stored[name].shape, stored[name].dtype) != (self.shadow[name].shape, self.shadow[name].dtype):
-                mismatch.add(name)
-        if mismatch:
-            raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}")
+        found, expected = ({(name, t.shape, t.dtype) for name, t in of.items()} for of in (stored, self.shadow))
+        if mismatch := sorted({name for name, _, _ in found ^ expected}):
+            raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {mismatch[:3]}")
         if spoiled := sorted(name for name, tensor in stored.items() if not tensor.isfinite().all()):
             raise ValueError(f"{path} holds values that are not finite, in {spoiled[:3]}; resume from an earlier checkpoint")
         with torch.no_grad():
