@@ -27,6 +27,7 @@ import pyarrow.parquet as pq
 from firedistill import Example
 from firedistill.report.groups import METHODS
 from firedistill.report.read import Run, read_suite
+from firedistill.run.directory import rollout_file
 from firedistill.tasks.planted import number_of
 
 STUDIES = Path(__file__).parent / "studies"
@@ -118,7 +119,7 @@ def variant_of(run: Run) -> tuple[str, float]:
 
 def answers(folder: Path, kind: str, step: int) -> str:
     """A digit per held-out problem, in the order of their ids: how many of its answers are right. `=` before them marks a text."""
-    path = folder / "rollouts" / f"{kind}_{step:06d}.parquet"
+    path = folder / "rollouts" / rollout_file(kind, step)
     if not path.is_file():
         return ""
     counts = pq.read_table(path, columns=["uid", "correct"]).to_pandas().groupby("uid")["correct"].sum()

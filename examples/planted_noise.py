@@ -60,7 +60,7 @@ class NoisyArithmetic(Noisy, Arithmetic):
 
     def noise(self, other, rng):
         wrong = str(int(other.answer) + rng.choice([-10, -2, -1, 1, 2, 10]))
-        return verifier_field(self, other, "", Verdict(False, wrong, other.answer)).text
+        return verifier_field(Verdict(False, wrong, other.answer)).text
 
 
 class NoisyFunctions(Noisy, Functions):

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
+from unittest.mock import patch
 
 import matplotlib.pyplot  # noqa: F401 (an attempt forks from a process that has imported everything)
 import psutil
@@ -58,15 +59,8 @@ def start_server(**environment: str) -> None:
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     leaked = "ignore:resource_tracker:UserWarning"  # semaphores of processes that were killed
     changes = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": leaked, **environment}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
+    with patch.dict(os.environ, changes):
         in_a_process(int)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def in_a_process(call: Callable[..., Any], *arguments: Any) -> None:

@@ -163,16 +163,16 @@ def hold(*sizes: int):
 
 
 def test_all_variants_of_the_head_compute_the_same_loss_and_gradient():
-    setting = fire_head.Setting({"tokens": 12, "vocabulary": 60, "fields": 3, "over": 0.5}, 8, "float32", "cpu")
+    problem = fire_head.Problem({"tokens": 12, "vocabulary": 60, "fields": 3, "over": 0.5}, 8, "float32", "cpu")
     losses, gradients = [], []
     for variant in (fire_head.LITERAL, fire_head.UNCHUNKED, fire_head.FUSED, fire_head.TWO_PASSES):
-        losses.append(fire_head.VARIANTS[variant](setting))
-        gradients.append(setting.student.grad.clone())
+        losses.append(fire_head.VARIANTS[variant](problem))
+        gradients.append(problem.student.grad.clone())
     for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
         torch.testing.assert_close(loss, losses[0], rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(gradient, gradients[0], rtol=1e-3, atol=1e-6)
-    over = (setting.fire(loo_hidden=setting.views[1:]).chi > 0).float().mean()
-    assert over == setting.tokens_over_radius == 0.5
+    over = (problem.fire(loo_hidden=problem.views[1:]).chi > 0).float().mean()
+    assert over == problem.tokens_over_radius == 0.5
 
 
 def test_the_step_scale_leaves_one_response_in_ten_over_the_radius():
@@ -468,7 +468,7 @@ def test_a_step_has_the_radius_that_was_asked_for(gpu_records):
 def test_the_rows_that_are_compiled_compute_what_the_head_computes(over):
     """Gradient, loss, radius, weights and entropy, in float32."""
     case = {"tokens": 7, "vocabulary": 61, "fields": 3, "over": over}
-    problem = fire_head.Setting(case, 8, "float32", "cpu")
+    problem = fire_head.Problem(case, 8, "float32", "cpu")
     settings = {"loo_hidden": problem.views[1:]} if over else {"attribution": False, "projection": False}
     output = problem.fire(**settings)
     problem.backward(output.loss)
@@ -513,7 +513,7 @@ def test_random_models_are_as_peaked_as_trained_ones():
 
 
 def test_products_alone_have_the_chunk_of_the_device(monkeypatch):
-    problem, sizes = fire_head.Setting({"tokens": 6, "vocabulary": 40, "fields": 1, "over": 0.0}, 8, "float32", "cpu"), []
+    problem, sizes = fire_head.Problem({"tokens": 6, "vocabulary": 40, "fields": 1, "over": 0.0}, 8, "float32", "cpu"), []
     monkeypatch.setattr(fire_head, "default_chunk", lambda vocabulary, gpu: sizes.append((vocabulary, gpu)) or 4)
     project = problem.head.project
     monkeypatch.setattr(problem.head, "project", lambda states: sizes.append(len(states)) or project(states))

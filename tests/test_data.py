@@ -738,9 +738,9 @@ def test_async_faults_are_named_and_time_limits_hold(monkeypatch):
         ("nonsense", "returned a str, expected a Verdict"),
     ):
         with pytest.raises(TaskFault, match=match):
-            guarded.judge(one, response)
+            guarded.verdict(one, response)
         assert guarded.verify(one, response).failed
-        assert guarded.judge(one, "ab").correct  # others are not held up
+        assert guarded.verdict(one, "ab").correct  # others are not held up
     before = threading.active_count()
     assert Loop.running() is Loop.running() and threading.active_count() == before
 

@@ -487,7 +487,7 @@ def test_classes_that_are_no_tasks(name, complaint, tmp_path, monkeypatch):
         GuardedTask(load_task("broken_task:Refuses")).examples("train")
     judged = GuardedTask(load_task("broken_task:judged"))
     with pytest.raises(TaskFault, match="verify of TableTask 'judged' raised ZeroDivisionError"):
-        judged.judge(judged.examples("train")[0], "a")
+        judged.verdict(judged.examples("train")[0], "a")
 
 
 @pytest.mark.parametrize("source", ["raise SystemExit(3)", "1 / 0", "def", "import sys; sys.exit()", "raise BaseException"])

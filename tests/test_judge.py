@@ -587,7 +587,7 @@ def test_threads_have_the_time_limit_and_name_their_faults():
     verdicts = [guarded.verify(example, text, call) for text, call in zip(("slow", "bad", "ab"), calls, strict=True)]
     assert [verdict.failed for verdict in verdicts] == [True, True, False]
     with pytest.raises(ValueError, match="raised RuntimeError: no"):
-        guarded.judge(example, "bad")
+        guarded.verdict(example, "bad")
     assert Loop(3).free._value == 3
 
 

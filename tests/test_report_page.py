@@ -24,7 +24,7 @@ from firedistill.report.page import write_page
 from firedistill.report.plots import MOST_POINTS, literal, names, plots_of
 from firedistill.report.rollouts import questions, rollouts_of
 from firedistill.report.tables import accuracy_tables, differing_settings, overview, without_constants
-from firedistill.report.verdict import listed, signed, verdicts
+from firedistill.report.verdict import listed, verdicts, with_minus
 from test_report import HOSTILE, Page, attribution, page_of, write_answers, write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -110,7 +110,7 @@ def test_what_collapsed_is_named_with_its_seeds_and_step(tmp_path):
 def test_lists_and_signs():
     assert [listed(["A"]), listed(["A", "B"]), listed(["A", "B", "C"]), listed(["A", "B", "C", "D"])] == [
         "A", "A and B", "A, B and C", "A, B and 2 others"]  # fmt: skip
-    assert [signed(value) for value in (1.25, -0.5, -0.04, 0.0)] == ["+1.2", "−0.5", "0.0", "0.0"]
+    assert [with_minus(value) for value in (1.25, -0.5, -0.04, 0.0)] == ["+1.2", "−0.5", "0.0", "0.0"]
 
 
 # ---- Intervals --------------------------------------------------------------------------------------------------------------

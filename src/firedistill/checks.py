@@ -30,6 +30,7 @@ from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, explained_memory, free_memory
 from firedistill.models.attention import NAME, has_bfloat16
+from firedistill.models.lora import trained_parameters
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import positions, unwrap
 from firedistill.models.tokens import end_of_turn_id, render
@@ -46,7 +47,7 @@ from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.types import Example
 from firedistill.teacher.prefix_cache import shares_prefixes
-from firedistill.terminal import visible
+from firedistill.terminal import some, visible
 
 CHECKED = 256  # examples of a split that are checked
 CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no further one
@@ -203,10 +204,9 @@ def stopped(subject: str, method: str, checked: Sequence[object], examples: Sequ
         )
 
 
-def named(examples: Sequence[Example], most: int = 3) -> str:
+def named(examples: Sequence[Example]) -> str:
     """The uids of the first examples and the number of the others."""
-    names = ", ".join(example.uid for example in examples[:most])
-    return names + (f" and {len(examples) - most} more" if len(examples) > most else "")
+    return some([example.uid for example in examples])
 
 
 def share_of(part: Sequence[object], checked: Sequence[object], examples: Sequence[object]) -> str:
@@ -258,7 +258,7 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         verdicts, reason, started = [], "", time.perf_counter()
         try:
             for response in gold_responses(setup, example):
-                verdict = task.judge(example, response)
+                verdict = task.verdict(example, response)
                 verdicts.append(verdict.correct)
                 reason = reason or ("verify marks its verdict as failed" if verdict.failed else "")
         except TaskFault as fault:
@@ -476,7 +476,7 @@ def check_tokens(setup: Setup) -> Iterator[Finding]:
 
 def check_adapter(setup: Setup) -> Iterator[Finding]:
     """Which modules are trained."""
-    trained = {name: p for name, p in setup.model.named_parameters() if p.requires_grad}
+    trained = trained_parameters(setup.model)
     if not trained:
         yield Finding("error", "adapter", "nothing is trainable", "name lora_target_modules that the model has")
         return

@@ -354,7 +354,9 @@ class SelfDistillConfig(TrainingArguments):
     save_steps: float = run_setting(
         50, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one.", effect="none", above=0
     )
-    save_strategy: str = inherited_setting("steps", "Do not change, or 'no': a run has no epochs.", choices=("steps", "no"))
+    save_strategy: str = inherited_setting(
+        "steps", "Do not change, or 'no': a run has no epochs.", effect="none", choices=("steps", "no")
+    )
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
         "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
@@ -482,7 +484,7 @@ class SelfDistillConfig(TrainingArguments):
 
         return re.sub(r"\{(\w+)\}", value, folder)
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
         """Check every value against the choices and limits that its option declares."""
         for inherited in fields(TrainingArguments):
             name = inherited.name
@@ -505,6 +507,10 @@ class SelfDistillConfig(TrainingArguments):
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")
+
+    def _check(self) -> None:
+        """Check every value, and what an option cannot declare: paths, addresses, and values that exclude each other."""
+        self._check_values()
         try:
             os.path.abspath(self.run_dir).encode()
         except UnicodeEncodeError:
@@ -751,9 +757,9 @@ DERIVED = frozenset({
 WITHOUT_EFFECT = DERIVED | {
     "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend",
     "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "do_predict", "do_train",
-    "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_strategy", "hub_token", "log_level",
-    "log_level_replica", "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "push_to_hub", "save_strategy",
-    "skip_memory_metrics", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_cpu",
+    "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "log_level", "log_level_replica",
+    "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "skip_memory_metrics", "trackio_bucket_id",
+    "trackio_space_id", "trackio_static_space_id", "use_cpu",
 }
 # fmt: on
 _DECLARED: dict[str, Effect] = {f.name: f.metadata.get("effect", "result") for f in fields(SelfDistillConfig)}

@@ -75,10 +75,9 @@ def load_object(path: str) -> Any:
         ValueError: there is no such file, the module has no such name, or importing it raises another error.
     """
     place, _, name = path.rpartition(":")
-    is_file = place.endswith(".py")
-    file = users_file(Path(place)) if is_file else Path()
+    file = users_file(Path(place)) if place.endswith(".py") else None
     with errors_of(place):
-        module = import_users_file(file) if is_file else import_users_module(place)
+        module = import_users_module(place) if file is None else import_users_file(file)
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), n=3)
         raise ValueError(f"{path!r}: {place} has no {name}" + (f"; did you mean {' or '.join(close)}?" if close else ""))

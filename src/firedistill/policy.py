@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from firedistill.memory import BatchLimit
 from firedistill.metrics import Metrics
+from firedistill.models.lora import trained_parameters
 from firedistill.models.states import unwrap
 from firedistill.objectives.batches import frozen_states, map_tokens
 from firedistill.objectives.distributions import reverse_kl
@@ -46,7 +47,7 @@ class PolicyChange:
 
     def __init__(self, model: nn.Module, rollouts: Sequence[Rollout], limit: BatchLimit, temperature: float = 1.0):
         self.model, self.rollouts, self.limit, self.temperature = model, rollouts, limit, temperature
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trained_parameters(model)
         self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
         projection = unwrap(model).get_output_embeddings()
         copies = {id(p): self.weights[name] for name, p in self.parameters.items()}

@@ -30,9 +30,9 @@ from firedistill.rollouts.load import choose_engine
 from firedistill.rollouts.merging import fusable_layers, merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
-from firedistill.tasks.guard import GuardedTask, read_examples
+from firedistill.tasks.guard import read_examples
 from firedistill.tasks.judge import load_judge
-from firedistill.tasks.judged import JudgedTask
+from firedistill.tasks.judged import guarded_task
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
@@ -140,8 +140,7 @@ def load_setup(
     task = named_task(task, args, judged=judge is not None and judge.decides)
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
-    guarded = GuardedTask(task, args.task_timeout) if judge is None else JudgedTask(task, args.task_timeout, judge)
-    task = cast(Task, guarded)  # has the interface of a task
+    task = guarded_task(task, args.task_timeout, judge)
     decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     objective = load_objective(args.method, args.method_settings)
@@ -188,25 +187,7 @@ def load_setup(
     student = sort_targets(cast(PeftModel, model))
     if args.lora_dtype == "base":
         compute_in_base_dtype(student)
-    teacher_model: PreTrainedModel | PeftModel | None = None
-    teacher_tokenizer = tokenizer
-    if teacher and args.teacher_kind == "adapter":
-        teacher_model = adapter_teacher(student, args.teacher)
-        if args.lora_dtype == "base":
-            compute_in_base_dtype(teacher_model)
-    elif teacher and args.teacher_kind == "model":
-        try:
-            teacher_model, teacher_tokenizer = model_teacher(
-                args.teacher,
-                student,
-                tokenizer,
-                dtype=args.teacher_dtype or args.model_dtype,
-                quantization=args.teacher_quantization,
-                attn_implementation=args.attn_implementation,
-                device=args.device if args.device.type == "cuda" else None,
-            )
-        except ModelError as error:
-            raise ModelError(f"teacher {args.teacher}: {error}") from error
+    teacher_model, teacher_tokenizer = load_teacher(args, student, tokenizer) if teacher else (None, tokenizer)
     for each in (student, teacher_model):
         if each is not None and args.device.type == "cuda":
             decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
@@ -228,7 +209,7 @@ def load_setup(
         eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
     also: dict[str, tuple[Task, list[Example]]] = {}
     for name in args.eval_also if eval_examples else []:
-        other = cast(Task, GuardedTask(load_task(name), args.task_timeout))
+        other = guarded_task(load_task(name), args.task_timeout)
         also[name] = other, held_out(other, args, "eval")
         if not also[name][1]:
             raise ValueError(f"eval_also names {name!r}, which has no held-out problems: leave it out")
@@ -256,7 +237,39 @@ def load_setup(
     )
 
 
-def named_task(task: Any, args: SelfDistillConfig, judged: bool = False) -> Task:
+def load_teacher(
+    args: SelfDistillConfig, student: PeftModel, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PreTrainedModel | PeftModel | None, PreTrainedTokenizerBase]:
+    """The teacher's model, None if its weights are the student's, and its tokenizer.
+
+    Args:
+        tokenizer: that of the student.
+
+    Raises:
+        ModelError: there is no such teacher, or it does not fit the student.
+    """
+    if args.teacher_kind == "adapter":
+        adapter = adapter_teacher(student, args.teacher)
+        if args.lora_dtype == "base":
+            compute_in_base_dtype(adapter)
+        return adapter, tokenizer
+    if args.teacher_kind != "model":
+        return None, tokenizer
+    try:
+        return model_teacher(
+            args.teacher,
+            student,
+            tokenizer,
+            dtype=args.teacher_dtype or args.model_dtype,
+            quantization=args.teacher_quantization,
+            attn_implementation=args.attn_implementation,
+            device=args.device if args.device.type == "cuda" else None,
+        )
+    except ModelError as error:
+        raise ModelError(f"teacher {args.teacher}: {error}") from error
+
+
+def named_task(task: Any, args: SelfDistillConfig, judged: bool) -> Task:
     """The task that is given, or that the settings name. `args.task` names it from then on, so that `config.yaml` is true.
 
     Args:
@@ -329,22 +342,17 @@ def use_deterministic_algorithms() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def refuse_float16(model: torch.nn.Module) -> None:
-    """Raise ValueError for a model in float16."""
-    if any(p.dtype == torch.float16 for p in model.parameters()):
-        raise ValueError(
-            "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
-            "float32 (model_dtype; dtype=... of from_pretrained)"
-        )
-
-
 def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:
     """Record the data type of a model that is an object in the settings.
 
     Raises:
         ValueError: the object is in float16, or a setting asks for another model than the object is.
     """
-    refuse_float16(model)
+    if any(p.dtype == torch.float16 for p in model.parameters()):
+        raise ValueError(
+            "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
+            "float32 (model_dtype; dtype=... of from_pretrained)"
+        )
     base = unwrap(model)
     dtype = str(base.dtype).removeprefix("torch.")
     attention = base.config.get_text_config(decoder=True)._attn_implementation

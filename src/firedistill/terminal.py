@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def shortened(text: str, most: int = 200) -> str:
     """The text, or its beginning and an ellipsis where it has more than `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 2 more`: the first names and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def process_rank() -> int:

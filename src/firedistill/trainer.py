@@ -381,6 +381,11 @@ class SelfDistillTrainer(ResumableTrainer):
         return self.state.global_step / max(self.state.max_steps - 1, 1)
 
     @property
+    def cumulative(self) -> dict[str, float]:
+        """The counters that are columns of both logs."""
+        return {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
+
+    @property
     def guarded(self) -> GuardedTask:
         return cast(GuardedTask, self.task)
 
@@ -459,7 +464,7 @@ class SelfDistillTrainer(ResumableTrainer):
             **({"grad_norm_max": max(norms), "updates": len(norms)} if len(norms) > 1 else {}),
             "learning_rate": record.learning_rate,
             "step_scale": record.step_scale,
-            **{name: value for name, value in self.counters.items() if name != "skipped_updates"},
+            **self.cumulative,
             "train_seconds": total,
             "teacher_tokens": read,
             "teacher_tokens_saved": naive - read,
@@ -525,8 +530,7 @@ class SelfDistillTrainer(ResumableTrainer):
         of_judge = over_processes(gather_object([judge])).row()
         step = self.state.global_step
         if self.run_log is not None:
-            counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
-            self.run_log.evaluation({"step": step, **counters, **found.summary, **of_judge})
+            self.run_log.evaluation({"step": step, **self.cumulative, **found.summary, **of_judge})
         self.log_rollouts(found.greedy, step, prefix="eval")
         self.log_rollouts(found.sampled, step, prefix="sampled")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
@@ -585,7 +589,8 @@ class SelfDistillTrainer(ResumableTrainer):
         Args:
             resume_from_checkpoint: None or "auto" resumes from the newest complete checkpoint of the run directory, if there is one;
                 True requires one; a path names one; False starts over and replaces the run.
-            allow_changes: settings that may differ from those of the checkpoint, by name.
+            allow_changes: settings (and `train_data`, `eval_data`, `base_model`, `world_size`) that may differ from those of the
+                checkpoint, by name; the new values apply from there on.
             preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
 
         Returns:
@@ -593,7 +598,8 @@ class SelfDistillTrainer(ResumableTrainer):
 
         Raises:
             CheckpointError (a ValueError): no complete checkpoint, or one of another run; lists what differs.
-            RunDirectoryError (a ValueError): another process trains in the run directory, or it holds other files.
+            RunDirectoryError (a ValueError): another process trains in the run directory, it holds other files in the place of the
+                run's, or it is removed while the run trains.
             OutOfMemory (a ValueError): the smallest batch does not fit; names the options to change.
             RolloutError, JudgeError (OSErrors): vLLM or the judge failed; the run resumes from its last checkpoint.
             ValueError: weights or optimizer state are not finite after a step.

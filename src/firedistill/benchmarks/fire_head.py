@@ -60,7 +60,7 @@ def sweeps(sizes: Sizes) -> dict[str, dict[str, float]]:
     return {name: {k: v for k, v in sizes.base.items() if k != name} for name, values in sizes.swept.items() if len(values) > 1}
 
 
-class Setting:
+class Problem:
     """One problem: M tokens, V logits, H hidden units, B fields.
 
     Args:
@@ -156,52 +156,52 @@ def literal_fire(z: Tensor, views: Tensor, step_scale: float) -> Tensor:
     return (log_p_live.exp() * (log_p_live - log_q_fire)).sum(-1)
 
 
-def run_literal(setting: Setting, chunk: int = 32) -> Tensor:
+def run_literal(problem: Problem, chunk: int = 32) -> Tensor:
     """All views at all tokens, autograd through the student's head; in chunks, because it would not fit otherwise."""
-    setting.student.grad = None
-    total = torch.zeros((), device=setting.student.device)
-    for student, states in zip(setting.student.split(chunk), setting.views.split(chunk, dim=1), strict=True):
+    problem.student.grad = None
+    total = torch.zeros((), device=problem.student.device)
+    for student, states in zip(problem.student.split(chunk), problem.views.split(chunk, dim=1), strict=True):
         with torch.no_grad():
-            views = setting.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # a batched product copies the head
-        loss = literal_fire(setting.head(student), views, setting.step_scale).sum() / len(setting.student)
+            views = problem.head(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # a batched product copies the head
+        loss = literal_fire(problem.head(student), views, problem.step_scale).sum() / len(problem.student)
         loss.backward()
         total += loss.detach()
     return total
 
 
-def run_fused(setting: Setting, **settings: Any) -> Tensor:
-    return setting.backward(setting.fire(loo_hidden=setting.views[1:], **settings).loss)
+def run_fused(problem: Problem, **settings: Any) -> Tensor:
+    return problem.backward(problem.fire(loo_hidden=problem.views[1:], **settings).loss)
 
 
-def run_two_passes(setting: Setting, **settings: Any) -> Tensor:
+def run_two_passes(problem: Problem, **settings: Any) -> Tensor:
     """As in training: the states without a field are requested after the first pass, at the tokens over the radius."""
-    first = setting.fire(first_pass, **settings)
-    return setting.backward(first.attribute(setting.views[1:, first.over]).loss)
+    first = problem.fire(first_pass, **settings)
+    return problem.backward(first.attribute(problem.views[1:, first.over]).loss)
 
 
-def run_full_context(setting: Setting, **settings: Any) -> Tensor:
-    return setting.backward(setting.fire(attribution=False, projection=False, **settings).loss)
+def run_full_context(problem: Problem, **settings: Any) -> Tensor:
+    return problem.backward(problem.fire(attribution=False, projection=False, **settings).loss)
 
 
-def run_products(setting: Setting) -> None:
+def run_products(problem: Problem) -> None:
     """The lower bound: only the matrix products with the head that every implementation needs.
 
     Forward for the student, the full teacher and, where the radius is violated, each view; backward once.
     """
-    size = default_chunk(setting.head.vocabulary_size, setting.student.is_cuda)
-    for student, views in zip(setting.student.split(size), setting.views.split(size, dim=1), strict=True):
-        products = setting.head.project(student)
+    size = default_chunk(problem.head.vocabulary_size, problem.student.is_cuda)
+    for student, views in zip(problem.student.split(size), problem.views.split(size, dim=1), strict=True):
+        products = problem.head.project(student)
         with torch.no_grad():
-            setting.head.project(views[0])
-            if over := round(setting.over * len(student)):
-                setting.head.project(views[1:, :over].flatten(0, 1))
+            problem.head.project(views[0])
+            if over := round(problem.over * len(student)):
+                problem.head.project(views[1:, :over].flatten(0, 1))
         torch.autograd.grad(products, [student], products.detach())
 
 
 # One forward and backward pass each; all but the last return the loss.
-VARIANTS: dict[str, Callable[[Setting], Tensor | None]] = {
+VARIANTS: dict[str, Callable[[Problem], Tensor | None]] = {
     "literal equations": run_literal,
-    "literal equations, unchunked": lambda setting: run_literal(setting, chunk=len(setting.student)),
+    "literal equations, unchunked": lambda problem: run_literal(problem, chunk=len(problem.student)),
     "fire_head_loss": run_fused,
     "fire_head_loss, views asked for when needed": run_two_passes,
     "full context": run_full_context,
@@ -211,18 +211,18 @@ LITERAL, UNCHUNKED, FUSED, TWO_PASSES, FULL_CONTEXT, PRODUCTS = VARIANTS
 EVERY = (LITERAL, FUSED, TWO_PASSES, FULL_CONTEXT, PRODUCTS)
 
 
-def prepared(variants: tuple[str, ...], *problem: Any) -> dict[str, Callable[[], Tensor | None]]:
-    setting = Setting(*problem)
-    return {variant: partial(VARIANTS[variant], setting) for variant in variants}
+def prepared(variants: tuple[str, ...], *arguments: Any) -> dict[str, Callable[[], Tensor | None]]:
+    problem = Problem(*arguments)
+    return {variant: partial(VARIANTS[variant], problem) for variant in variants}
 
 
 def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
-    problem = sizes.width, options.dtype, options.device
+    common = sizes.width, options.dtype, options.device
 
     def timed(case: dict[str, float], variants: tuple[str, ...], repeats: int, warm_up: bool) -> list[harness.Row]:
-        setting = Setting(case, *problem)
-        facts = {"tokens_over_radius": setting.tokens_over_radius, "step_scale": setting.step_scale}
-        functions = {variant: partial(VARIANTS[variant], setting) for variant in variants}
+        problem = Problem(case, *common)
+        facts = {"tokens_over_radius": problem.tokens_over_radius, "step_scale": problem.step_scale}
+        functions = {variant: partial(VARIANTS[variant], problem) for variant in variants}
         return harness.rows(case, functions, repeats, warm_up=warm_up, details=lambda loss: facts)
 
     for over in sizes.over:
@@ -230,11 +230,11 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
     if sizes.whole_step:
         case = sizes.base | {"tokens": sizes.whole_step, "over": sizes.whole_step_over}
         yield from timed(case, EVERY, sizes.whole_step_repeats, warm_up=False)
-        yield from harness.memory_rows(case, prepared, (FUSED,), case, *problem)
+        yield from harness.memory_rows(case, prepared, (FUSED,), case, *common)
     around = [sizes.base | {name: value} for name, values in sizes.swept.items() for value in values]
     distinct = {tuple(case.values()): case for case in around}
     for case in sorted(distinct.values(), key=lambda case: (-case["vocabulary"], *case.values())):  # draws each embedding once
         if case != sizes.base or 1.0 not in sizes.over:  # else timed above
             yield from timed(case, (LITERAL, FUSED, FULL_CONTEXT), sizes.sweep_repeats, warm_up=False)
         unchunked = (UNCHUNKED,) if case["tokens"] in sizes.literal_tokens else ()
-        yield from harness.memory_rows(case, prepared, (LITERAL, FUSED, *unchunked), case, *problem)
+        yield from harness.memory_rows(case, prepared, (LITERAL, FUSED, *unchunked), case, *common)

@@ -46,7 +46,7 @@ LOG_PROB_FLOOR = SelfDistillConfig.log_prob_floor
 WRONG = Verdict(False, None, "unknown")
 NO_BUDGET = TokenBudget(100_000, 100_000, 100_000)
 # How the teacher reads the views: as in training on this device, common prefixes once, in padded batches, one forward pass per view.
-READING = OWN, SHARED, BATCHES, ONE_BY_ONE = ("as in training", "shared prefixes", "batches", "one pass per view")
+OWN, SHARED, BATCHES, ONE_BY_ONE = ("as in training", "shared prefixes", "batches", "one pass per view")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class PrescribedSteps:
 
     Attributes:
         rollouts: without feedback, which is part of a step.
-        teachers: by how they read the views, see `READING`.
+        teachers: by how they read the views: `OWN`, `SHARED`, `BATCHES` or `ONE_BY_ONE`.
         step_scale: `set_over` chooses it.
     """
 

@@ -20,9 +20,8 @@ from firedistill.prompts import student_messages, teacher_messages
 from firedistill.recipes import built_in_recipes, option_groups
 from firedistill.setup import Setup, held_out
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
-from firedistill.tasks.guard import GuardedTask
 from firedistill.tasks.judge import Opinion, load_judge
-from firedistill.tasks.judged import JudgedTask
+from firedistill.tasks.judged import JudgedTask, guarded_task
 from firedistill.tasks.table import Template
 from firedistill.terminal import quiet_libraries, shortened, visible
 
@@ -137,9 +136,7 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
         describe_table(task, report)
         if report.problems and task.bad_rows == "refuse":
             task.bad_rows = "skip"  # show what the other rows give
-    guarded = cast(
-        Task, GuardedTask(task, config.task_timeout) if judge is None else JudgedTask(task, config.task_timeout, judge)
-    )
+    guarded = guarded_task(task, config.task_timeout, judge)
     try:
         train = guarded.examples("train", config.train_size, config.seed, config.data_dir)
         evaluation = held_out(guarded, config, config.eval_split)

@@ -295,7 +295,7 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
         panel(message, f"teacher message, {title} ({len(teacher.prompt_ids(rollout, view))} tokens)")
 
 
-def token_table(inspection: Inspection, width: int = 160) -> Table:
+def token_table(inspection: Inspection, width: int) -> Table:
     """Radius, gate, attribution and contraction of every response token; tokens over the radius stand out.
 
     Args:

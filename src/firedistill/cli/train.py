@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,8 +23,6 @@ from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
 from firedistill.warmstart import WarmStartTrainer
-
-logger = logging.getLogger(__name__)
 
 
 def train_command(arguments: Sequence[str], console: Console) -> int:

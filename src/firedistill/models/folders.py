@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from firedistill.files import read_json
 from firedistill.models.errors import NO_WEIGHTS, ModelError
 from firedistill.models.sharding import local
+from firedistill.terminal import some
 
 
 def check_folder(folder: Path, name: str) -> None:
@@ -41,8 +42,7 @@ def check_folder(folder: Path, name: str) -> None:
         )
     files = weight_files(folder, name)
     if missing := [file for file in files if not (folder / file).is_file()]:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"{name} is not complete: it lacks {missing[0]}{more}; copy or download it again")
+        raise ModelError(f"{name} is not complete: it lacks {some(missing, most=1)}; copy or download it again")
     layers, tensors = config.get("num_hidden_layers"), sum(_tensors_in(folder / file) for file in files)
     if isinstance(layers, int) and layers > tensors:  # building a model of any number of layers takes any time
         raise ModelError(f"{name} is not complete: config.json declares {layers} layers, its weights are {tensors} tensors")

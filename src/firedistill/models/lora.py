@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
 from firedistill.models.sharding import shown_whole
+from firedistill.terminal import some
 
 FACTORS = "adapter_model.safetensors"
 
@@ -95,11 +96,11 @@ def read_factors(file: Path, expected: Mapping[str, Sequence[int]]) -> dict[str,
         raise ModelError(f"{file} is damaged or cannot be read: {error}") from error
     if foreign := sorted(factors.keys() - expected.keys()):
         raise ModelError(
-            f"{file} holds {_some(foreign)}: not a LoRA factor of a layer that the adapter declares and the base model has. "
+            f"{file} holds {some(foreign)}: not a LoRA factor of a layer that the adapter declares and the base model has. "
             "Use the base model of the adapter; tensors of the base model itself are not read from an adapter"
         )
     if missing := sorted(expected.keys() - factors.keys()):
-        raise ModelError(f"{file} is not complete: it lacks {_some(missing)}")
+        raise ModelError(f"{file} is not complete: it lacks {some(missing)}")
     for name, tensor in factors.items():
         if list(tensor.shape) != list(expected[name]):
             raise ModelError(
@@ -240,7 +241,7 @@ def _declared_factors(model: torch.nn.Module, folder: Path, settings: Mapping[st
     for key in ("target_modules", "rank_pattern", "alpha_pattern"):
         if unknown := [name for name in settings.get(key, ()) if name not in known]:
             raise ModelError(
-                f"the adapter in {folder} was made for another base model: {key} names {_some(unknown)}, and this model has no such "
+                f"the adapter in {folder} was made for another base model: {key} names {some(unknown)}, and this model has no such "
                 "linear layer"
             )
     targets, ranks = set(settings["target_modules"]), settings.get("rank_pattern", {})
@@ -257,11 +258,6 @@ def _base_label(name: str) -> str:
     """The part of a model's name that survives moving its folder; for a snapshot in the hub's cache, the name on the hub."""
     snapshot = re.search(r"models--([^/\\]+)", name)
     return (snapshot[1].split("--") if snapshot else re.split(r"[/\\]", name.rstrip("/\\")))[-1].lower()
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _short(value: Any) -> str:

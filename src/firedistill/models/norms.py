@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from firedistill.models.states import is_hooked
+
 
 def fuse_norms(model: nn.Module) -> int:
     """Replace the root-mean-square norms of a model by `nn.RMSNorm` with the same parameters, wherever both compute the same.
@@ -30,7 +32,7 @@ def fused_norm(norm: nn.Module, dtype: torch.dtype | None) -> nn.RMSNorm | None:
     """An `nn.RMSNorm` that shares the weight of `norm`; None where it would not compute the same for states of this type, and for
     sharded weights."""
     weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    hooked = norm._forward_hooks or norm._forward_pre_hooks or hasattr(norm, "_hf_hook")
+    hooked = is_hooked(norm)
     if not isinstance(weight, nn.Parameter) or type(weight.data) is not Tensor or weight.dim() != 1 or weight.is_meta:
         return None
     if weight.dtype != dtype or type(norm) is nn.RMSNorm or not isinstance(eps, float) or hooked or len(norm.state_dict()) != 1:

@@ -121,6 +121,12 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something is called around the module's `forward`: a hook of PyTorch or of accelerate."""
+    # `hasattr` would search parameters, buffers and modules first.
+    return "_hf_hook" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def positions(model: nn.Module) -> int | None:
     """The most tokens that the model has positions for, or None if its configuration does not say."""
     return getattr(unwrap(model).config.get_text_config(), "max_position_embeddings", None)

@@ -185,8 +185,8 @@ def field_influence(
     student_logits: Tensor,
     teacher_logits: Tensor,
     loo_logits: Tensor,
-    log_prob_floor: float | None = None,
-    measure: Influence = "half_l1",
+    log_prob_floor: float | None,
+    measure: Influence,
 ) -> Tensor:
     """How much `g_c - g_-j` there is per field and token, the score of hard gradient excision; `[B, ...]`.
 

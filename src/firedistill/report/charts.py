@@ -64,7 +64,7 @@ class Curve:
         return replace(Curve.of_arrays(x, mean, low, high, most), of=self.of)
 
 
-def drawn(low: ndarray, high: ndarray, most: int = MOST_POINTS) -> ndarray:
+def drawn(low: ndarray, high: ndarray, most: int) -> ndarray:
     """The positions of a curve that are drawn: all, or those of the extremes of each stretch and of both ends."""
     if len(low) <= most:
         return np.arange(len(low))

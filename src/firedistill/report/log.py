@@ -73,7 +73,7 @@ class Log:
                         strange["value", f"{shortened(visible(name), 60)} is not a number"] += 1
                         value = ABSENT
                 values.append(value)
-        notes += [left_out(number, what, why) for (what, why), number in strange.items()]
+        notes += [number_left_out(number, what, why) for (what, why), number in strange.items()]
         log = cls({name: np.array(values) for name, values in columns.items()})
         for numbers in log.columns.values():
             np.copyto(numbers, np.copysign(np.inf, numbers), where=np.abs(numbers) > LARGEST)
@@ -87,7 +87,7 @@ class Log:
         order = np.argsort(steps, kind="stable")
         last = order[np.append(np.diff(steps[order]) > 0, True)]
         if repeated := len(steps) - len(last):
-            notes.append(left_out(repeated, "row", "a later one has the same step"))
+            notes.append(number_left_out(repeated, "row", "a later one has the same step"))
         if (np.diff(steps) < 0).any():
             notes.append("the rows are not in the order of their steps")
         return Log({name: values[last] for name, values in self.columns.items()})
@@ -111,7 +111,7 @@ class Log:
         return x[kept], y[kept]
 
 
-def left_out(count: int, what: str, why: str) -> str:
+def number_left_out(count: int, what: str, why: str) -> str:
     """`2 lines left out: not JSON`."""
     return f"{count:,} {what}{'s' * (count > 1)} left out: {why}"
 
@@ -132,6 +132,6 @@ def read_log(path: Path, names: Iterable[str], notes: list[str]) -> Log:
     if "n" in (names := tuple(names)):
         rows = (row for row in rows if row.get("n") not in (None, 0) and row["n"] == row["n"])
     log = Log.of(rows, names, found)
-    found += [left_out(count, "line", reason) for reason, count in damaged.items()]
+    found += [number_left_out(count, "line", reason) for reason, count in damaged.items()]
     notes += [f"{path.name}: {note}" for note in found]
     return log

@@ -32,7 +32,7 @@ from firedistill.report.plots import names, plots_of
 from firedistill.report.read import Run
 from firedistill.report.rollouts import questions, rollouts_of
 from firedistill.report.tables import AccuracyTable, differing_settings, overview, without_constants
-from firedistill.report.verdict import Verdict, signed, verdicts
+from firedistill.report.verdict import Verdict, verdicts, with_minus
 from firedistill.terminal import shortened, visible
 
 # Groups that are drawn in colour when the page opens.
@@ -53,7 +53,7 @@ def write_page(study: Study, tables: Sequence[AccuracyTable], path: Path, differ
     style, script, template = ((folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js", "html"))
     library, digest_of_library = packed_library()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["signed"] = signed
+    environment.filters["signed"] = with_minus
     events = [
         {
             "Setting": s.title,

@@ -221,9 +221,7 @@ def totals(by_seed: Answers) -> tuple[ndarray, ndarray]:
     return np.array([sum(values) for values in found.values()]), np.array([float(len(values)) for values in found.values()])
 
 
-def bootstrap_intervals(
-    totals: Sequence[tuple[ndarray, ndarray]], resamples: int = RESAMPLES, coverage: float = COVERAGE
-) -> list[tuple[float, float]]:
+def bootstrap_intervals(totals: Sequence[tuple[ndarray, ndarray]], resamples: int = RESAMPLES) -> list[tuple[float, float]]:
     """Percentile intervals of `sum(sums) / sum(counts)` when problems are drawn with replacement; the same for the same values.
 
     Args:
@@ -238,7 +236,7 @@ def bootstrap_intervals(
             size = min(BLOCK, resamples - start)
             weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=size).astype(float)
             estimates.append(weights @ sums / (weights @ counts))
-        ends = np.quantile(np.concatenate(estimates), [(1 - coverage) / 2, (1 + coverage) / 2], axis=0)
+        ends = np.quantile(np.concatenate(estimates), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
         found |= dict(zip(places, zip(*ends.tolist(), strict=True), strict=True))
     return [found[place] for place in range(len(totals))]
 

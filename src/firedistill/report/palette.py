@@ -38,7 +38,6 @@ SPARE = [
     ("#760050", "#f800ac"),
     ("#974141", "#c56966"),
 ]
-STYLES = ["solid", "dash", "dot", "dashdot", "longdash"]
 ABLATIONS = ("no_attribution", "no_projection", "hard_gradient_excision")
 CONTROLS = ("negative_advantage", "rlcsd", "sdpg", "routing")
 LOWER_RATE, HIGHER_RATE = "dot", "longdash"
@@ -46,7 +45,7 @@ LOWER_RATE, HIGHER_RATE = "dot", "longdash"
 
 @dataclass(frozen=True)
 class Line:
-    """Colours on light and on dark pages, and a style: one of STYLES."""
+    """Colours on light and on dark pages, and a style: a key of `figures.LINE_STYLES`."""
 
     light: str = REST[0]
     dark: str = REST[1]

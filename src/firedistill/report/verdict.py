@@ -55,7 +55,7 @@ class Verdict:
         verb = "solves" if len(self.ties) == 1 else "each solve"
         solved = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems after training"
         if len(self.candidates) == 1:
-            gain = f", {signed(self.final.mean - self.first)} points since step 0" if self.first is not None else ""
+            gain = f", {with_minus(self.final.mean - self.first)} points since step 0" if self.first is not None else ""
             return f"{solved}{gain}."
         rivals = f", the most of {len(self.candidates)} {self.kind}"
         level = [difference.label for difference in self.level if difference.label not in self.ties]
@@ -83,7 +83,7 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
-def signed(points: float) -> str:
+def with_minus(points: float) -> str:
     """`+1.5`, `0.0`, or `−1.5` with a minus sign."""
     return paired.signed(points).replace("-", "−")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from firedistill.models.attention import NAME, multiplies_bfloat16
+from firedistill.models.states import is_hooked
 from firedistill.rollouts.layers import FAMILIES, PROJECTIONS, FusedLayer
 
 
@@ -38,13 +39,8 @@ def _is_mergeable(layer: lora.Linear) -> bool:
         and bool(adapters)
         and not (layer.disable_adapters or layer.merged)
         and not any(name in layer.lora_variant or layer.lora_bias[name] for name in adapters)
-        and not (_is_hooked(layer) or _is_hooked(base))
+        and not (is_hooked(layer) or is_hooked(base))
     )
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    # `hasattr` would search parameters, buffers and modules first.
-    return "_hf_hook" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _base(layer: lora.Linear) -> nn.Linear:
@@ -96,7 +92,7 @@ def merged_adapter(
             replaced.append((parent, name, layer))
             setattr(parent, name, FusedLayer(layer))
         head = model.get_output_embeddings() if replaced else None
-        if type(head) is nn.Linear and can_pack(head.weight) and not _is_hooked(head):
+        if type(head) is nn.Linear and can_pack(head.weight) and not is_hooked(head):
             kept[head] = PackedLinear(head.weight, head.bias)
             for parent, name in [(p, name) for p in model.modules() for name, module in p.named_children() if module is head]:
                 replaced.append((parent, name, head))
@@ -130,7 +126,7 @@ def _is_fusable(layer: nn.Module, mergeable: set[lora.Linear]) -> bool:
     config: Any = cast(Any, layer).self_attn.config
     return (
         config._attn_implementation in ("sdpa", NAME)
-        and not any(map(_is_hooked, layer.modules()))
+        and not any(map(is_hooked, layer.modules()))
         and all(
             mergeable.issuperset(adapters)
             and len({(_base(adapter).bias is None, _base(adapter).weight.dtype) for adapter in adapters}) == 1

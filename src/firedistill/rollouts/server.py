@@ -31,8 +31,6 @@ from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, Rollout
 from firedistill.rollouts.weights import version_of, write_adapter
 
 RETRY_AFTER = 1.0
-
-
 PATIENCE = 600.0
 """Seconds for which a server that does not answer is asked again."""
 
@@ -40,7 +38,7 @@ PATIENCE = 600.0
 def unreachable(server: str) -> str:
     """Why a server does not answer; an empty text if it does."""
     try:
-        VLLMServerEngine._request(server.rstrip("/"), "/v1/models", None, timeout=5.0)
+        request_json(server.rstrip("/"), "/v1/models", None, timeout=5.0)
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
     return ""
@@ -52,6 +50,35 @@ class Refusal(ValueError):
     def __init__(self, status: int, text: str):
         super().__init__(text)
         self.status = status
+
+
+def request_json(server: str, path: str, body: dict[str, Any] | None, timeout: float = 10.0) -> dict[str, Any]:
+    """The JSON object with which a server answers; empty if it answers with something else.
+
+    Args:
+        body: sent by POST; None sends a GET request.
+        timeout: seconds.
+
+    Raises:
+        Refusal: the answer has the status of an error.
+        OSError: there is no answer, or one that is not complete.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server + path, data, {"Content-Type": "application/json"})
+    try:
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                content = answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                raise Refusal(error.code, " ".join(error.read().decode(errors="replace").split())[:300]) from error
+    except http.client.HTTPException as error:  # an answer that is cut short, or not HTTP
+        raise OSError(repr(error)[:300]) from error
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class VLLMServerEngine(RemoteEngine):
@@ -137,7 +164,7 @@ class VLLMServerEngine(RemoteEngine):
     def _withdraw(self, version: str) -> None:
         for server in self.servers:
             with suppress(OSError, ValueError):  # it has restarted, or is gone: the name is never used again
-                self._request(server, "/v1/unload_lora_adapter", {"lora_name": version})
+                request_json(server, "/v1/unload_lora_adapter", {"lora_name": version})
         shutil.rmtree(self.folder / version, ignore_errors=True)
 
     # ---- Requests --------------------------------------------------------------------------------------------------------------------
@@ -197,7 +224,7 @@ class VLLMServerEngine(RemoteEngine):
         until = time.monotonic() + self.patience
         while True:
             try:
-                return self._request(server, path, body, timeout=max(until - time.monotonic(), 1.0))
+                return request_json(server, path, body, timeout=max(until - time.monotonic(), 1.0))
             except Refusal as refusal:
                 if refusal.status < 500:
                     raise
@@ -209,22 +236,3 @@ class VLLMServerEngine(RemoteEngine):
                     f"{server} has not answered for {self.patience:.0f} s ({problem}); the run resumes from its last checkpoint"
                 )
             time.sleep(RETRY_AFTER)
-
-    @staticmethod
-    def _request(server: str, path: str, body: dict[str, Any] | None, timeout: float = 10.0) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(server + path, data, {"Content-Type": "application/json"})
-        try:
-            try:
-                with urllib.request.urlopen(request, timeout=timeout) as answer:
-                    content = answer.read()
-            except urllib.error.HTTPError as error:
-                with error:
-                    raise Refusal(error.code, " ".join(error.read().decode(errors="replace").split())[:300]) from error
-        except http.client.HTTPException as error:  # an answer that is cut short, or not HTTP
-            raise OSError(repr(error)[:300]) from error
-        try:
-            found = json.loads(content)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}

@@ -118,16 +118,15 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return None
 
 
-def rotate(run: str | Path, keep: int | None, best: str | None = None) -> None:
-    """Remove the complete checkpoints except `best` and the newest `keep` ones (None, 0 or less: keep all)."""
+def rotate(run: str | Path, keep: int | None) -> None:
+    """Remove the complete checkpoints except the newest `keep` ones (None, 0 or less: keep all)."""
     complete = []
     for folder in all_checkpoints(run):
         with suppress(CheckpointError):
             check(folder, contents=False)
             complete.append(folder)
     for folder in complete[:-keep] if keep is not None and keep > 0 else []:
-        if best is None or folder.resolve() != Path(best).resolve():
-            discard(folder)
+        discard(folder)
 
 
 def remove_after(run: str | Path, step: int) -> None:

@@ -23,12 +23,14 @@ from firedistill.coerce import read_yaml
 from firedistill.config import OPEN, SelfDistillConfig, effect
 from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
-from firedistill.run.directory import finished_step
+from firedistill.run.directory import finished_step, is_run
 from firedistill.run.log import last_row
 from firedistill.tasks.types import Example
 from firedistill.terminal import nearest
 
 logger = logging.getLogger(__name__)
+
+SAMPLED_VALUES = 64  # of a parameter in a fingerprint; fingerprints of stored runs depend on it
 
 
 # ---- What makes a run the same run -------------------------------------------------------------------------------------------
@@ -76,15 +78,15 @@ def added(example: Example) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def model_fingerprint(model: nn.Module, values: int = 64) -> str:
-    """A hash of the frozen parameters' names, shapes and dtypes, and of up to `values` evenly spaced values of each."""
+def model_fingerprint(model: nn.Module) -> str:
+    """A hash of the frozen parameters' names, shapes and dtypes, and of up to `SAMPLED_VALUES` evenly spaced values of each."""
     reshard(model)  # names and shapes are those of the checkpoint then
     parts: list[Any] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             continue
         flat = whole(parameter.detach()).reshape(-1)
-        sample = flat[:: max(1, flat.numel() // values)][:values]
+        sample = flat[:: max(1, flat.numel() // SAMPLED_VALUES)][:SAMPLED_VALUES]
         sample = sample.cpu() if sample.dtype == torch.uint8 else sample.float().cpu()
         parts.append((name, tuple(parameter.shape), str(parameter.dtype), sample.tolist()))
     return digest(parts)
@@ -213,7 +215,7 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     folder = Path(wanted)
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; expected a folder checkpoint-<step>, or auto")
-    if folder.resolve().parent != Path(run).resolve() and (found or (Path(run) / "metrics.jsonl").exists()):
+    if folder.resolve().parent != Path(run).resolve() and (found or is_run(Path(run))):
         raise CheckpointError(
             f"{run} holds a run of its own, and {folder} belongs to another one: resume the one that is there (--resume), or "
             "choose another --output_dir"

@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
 from firedistill.models.errors import ModelError
-from firedistill.models.lora import FACTORS, factor_shapes, read_factors
+from firedistill.models.lora import FACTORS, factor_shapes, read_factors, trained_parameters
 from firedistill.models.sharding import lockstep
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
@@ -97,20 +97,7 @@ class ResumableTrainer(Trainer):
     def train(  # type: ignore[override]  # Trainer's second argument, `trial`, is for hyperparameter searches
         self, resume_from_checkpoint: str | Path | bool | None = None, allow_changes: Sequence[str] = (), **kwargs: Any
     ) -> Any:
-        """Train from the beginning or from a checkpoint.
-
-        Args:
-            resume_from_checkpoint: None or "auto" resumes from the newest complete checkpoint of the run directory if there is one;
-                True requires that there is one; a path names one; False starts from the beginning and replaces the existing run.
-            allow_changes: names of settings (and of `train_data`, `eval_data`, `base_model`, `world_size`) that may differ from the
-                checkpoint's; the new values apply from there on.
-
-        Raises:
-            CheckpointError (a ValueError): no complete checkpoint, or one of another run; lists what differs.
-            RunDirectoryError (a ValueError): another process trains in the run directory, it holds other files in the place of the
-                run's, or it is removed while the run trains.
-            ValueError: weights or optimizer state are not finite after a step.
-        """
+        """Train, or resume from a checkpoint, while this process holds the run directory; see `SelfDistillTrainer.train`."""
         with RunLock(self.args.run_dir) if self.is_world_process_zero() else nullcontext() as self.lock:
             return self._train(resume_from_checkpoint, allow_changes, **kwargs)
 
@@ -276,7 +263,7 @@ class ResumableTrainer(Trainer):
                 error or "on the main process",
             )
         elif self.args.should_save:
-            checkpoints.rotate(self.args.run_dir, self.args.save_total_limit, self.state.best_model_checkpoint)
+            checkpoints.rotate(self.args.run_dir, self.args.save_total_limit)
             if self.args.push_to_hub and self.args.hub_strategy != "end":
                 self.push(folder)
 
@@ -284,11 +271,10 @@ class ResumableTrainer(Trainer):
         """Raise an error if the run directory is not this run's any more, or if weights or optimizer state are not finite."""
         if self.lock is not None:
             self.lock.check()
-        weights = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         states = [
             (f"optimizer state {name!r}", value) for state in self.optimizer.state.values() for name, value in state.items()
         ]
-        for name, value in weights + states:
+        for name, value in [*trained_parameters(self.model).items(), *states]:
             if isinstance(value, Tensor) and value.is_floating_point() and not value.isfinite().all():
                 raise self.not_finite(name)
 
@@ -315,7 +301,7 @@ class ResumableTrainer(Trainer):
             if main:
                 checkpoints.save_state(list(random_states), unfinished, "random_state")
                 self.save_extra(unfinished)
-                self.save_trainer_state(unfinished, folder)
+                self.save_trainer_state(unfinished)
                 content = {
                     "step": self.state.global_step,
                     "evaluation_due": bool(self.evaluation_due),
@@ -385,16 +371,13 @@ class ResumableTrainer(Trainer):
                 logger.error("make room on the disk: this is tried again every %.0f s until SIGTERM or Ctrl-C", RETRY_AFTER)
                 self.stop.wait(RETRY_AFTER)
 
-    def save_trainer_state(self, unfinished: Path, folder: Path) -> None:
-        """Write Trainer's own state, as `Trainer._save_checkpoint` does, for a checkpoint that will be in `folder`."""
-        if self.state.best_global_step:
-            best = checkpoints.checkpoint_folder(self.args.run_dir, self.state.best_global_step)
-            self.state.best_model_checkpoint = str(best) if best.is_dir() or best == folder else None
+    def save_trainer_state(self, folder: Path) -> None:
+        """Write Trainer's own state, as `Trainer._save_checkpoint` does."""
         callback_states = cast(dict[str, Any], self.state.stateful_callbacks)  # declared as the list that it is made from
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 callback_states[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(unfinished / "trainer_state.json"))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded:

@@ -40,7 +40,7 @@ from filelock import FileLock
 
 from firedistill.files import naming
 from firedistill.run.checkpoints import newest_checkpoint, step_of
-from firedistill.run.directory import finished_step
+from firedistill.run.directory import finished_step, is_run
 from firedistill.run.log import iterate_jsonl, last_row
 from firedistill.run.signals import REQUESTS
 from firedistill.suites.plan import Plan, PlannedRun, coerced_record, merge, read_plan, with_warm_starts, write_json
@@ -238,7 +238,7 @@ def run_arguments(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     arguments = [run.command, run.recipe]
     for name, value in (settings | {"output_dir": str(folder)}).items():
         arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list | bool) else value}")
-    if (folder / "metrics.jsonl").exists() and not complete(folder, run.max_steps):
+    if is_run(folder) and not complete(folder, run.max_steps):
         arguments.append("--resume" if newest_checkpoint(folder) else "--overwrite")
     return arguments
 

@@ -61,14 +61,14 @@ def structured_feedback(task: Task, example: Example, response: str, verdict: Ve
     Source: paper, appendix "Feedback Field Construction"; the wording is that of its example box.
     """
     return (
-        verifier_field(task, example, response, verdict),
+        verifier_field(verdict),
         parser_field(task, example, response, verdict),
         provenance_field(task, example, response, verdict),
-        format_field(task, example, response, verdict),
+        format_field(task, response, verdict),
     )
 
 
-def verifier_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+def verifier_field(verdict: Verdict) -> FeedbackField:
     """b_1: whether the response is correct, its answer, the accepted answer, and the required change."""
     expected = _quote(verdict.expected or NO_GOLD)
     if verdict.correct:
@@ -128,7 +128,7 @@ def provenance_field(task: Task, example: Example, response: str, verdict: Verdi
     return FeedbackField("provenance", _line("Context provenance", items))
 
 
-def format_field(task: Task, example: Example, response: str, verdict: Verdict) -> FeedbackField:
+def format_field(task: Task, response: str, verdict: Verdict) -> FeedbackField:
     """b_4: whether the response keeps the required format."""
     count, snippets = _expressions(response)
     items = [

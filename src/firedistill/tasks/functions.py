@@ -23,7 +23,6 @@ from firedistill.tasks.types import Example
 LEVELS: dict[str, tuple[int, ...]] = {"easy": (1,), "medium": (2,), "hard": (3,), "mixed": (1, 2, 3)}
 DEFAULT_SIZE = {"train": 2000, "eval": 400}  # examples, if the caller gives no number
 MOST_DRAWS = 3000  # in a row without a new problem: the level has no more
-TESTS = 6
 ENTRY_POINT = "solve"
 
 

@@ -95,7 +95,7 @@ class GuardedTask:
             logger.warning("%s; the response counts as wrong and is left out of training", fault)
             return Verdict(False, None, str(example.answer), failed=True)
 
-    def judge(self, example: Example, response: str) -> Verdict:
+    def verdict(self, example: Example, response: str) -> Verdict:
         """The task's verdict.
 
         Raises:

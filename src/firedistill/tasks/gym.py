@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
-from firedistill.tasks.isolated import SCORING_SECONDS, IsolatedScorer
+from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.sources import DataError, refuse_data, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
@@ -76,7 +76,7 @@ class GymTask(Task):
             raise ValueError(f"reasoning-gym has no dataset {dataset!r}. {hint}")
         self._evaluates_answers = bool(_EVALUATES.search(inspect.getsource(sys.modules[known[dataset][0].__module__])))
         self._scorer: Any = None
-        self._isolated_scorer = IsolatedScorer(_SCORER, dataset, seconds=SCORING_SECONDS)
+        self._isolated_scorer = IsolatedScorer(_SCORER, dataset)
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
         """Generate `n` problems (1,000 if None), determined by `split` and `seed`.
@@ -112,7 +112,7 @@ class GymTask(Task):
     def verify(self, example: Example, response: str) -> Verdict:
         """Correct if the dataset's own scorer gives full marks, or if the answer equals a plain numeric gold as a number.
 
-        A scorer that raises, or that evaluates the answer for more than `SCORING_SECONDS`, does not accept the answer.
+        A scorer that raises, or that evaluates the answer for more than `isolated.SCORING_SECONDS`, does not accept the answer.
         """
         text = _answer_text(response, several_lines="\n" in example.answer)
         if _PLAIN_NUMBER.fullmatch(example.answer) is None:

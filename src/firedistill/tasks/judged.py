@@ -7,7 +7,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from firedistill.tasks.coroutines import AsyncCall
 from firedistill.tasks.guard import GuardedTask, TaskFault, read_feedback
@@ -27,6 +27,11 @@ class Begun:
 
     own: Any = None
     judge: AsyncCall | None = None
+
+
+def guarded_task(task: Task, seconds: float | None, judge: JudgeFile | None = None) -> Task:
+    """A guarded task, with a judge beside it if there is one. The guard has the interface of a task."""
+    return cast(Task, GuardedTask(task, seconds) if judge is None else JudgedTask(task, seconds, judge))
 
 
 class JudgedTask(GuardedTask):
@@ -63,8 +68,8 @@ class JudgedTask(GuardedTask):
     def own(self) -> GuardedTask:
         return self.unjudged
 
-    def judge(self, example: Example, response: str) -> Verdict:
-        return self.own.judge(example, response)
+    def verdict(self, example: Example, response: str) -> Verdict:
+        return self.own.verdict(example, response)
 
     def begins(self, name: str) -> bool:
         return self._joins(name) or self.own.begins(name)

@@ -37,10 +37,9 @@ class ExactTask(Task):
 
     def verify(self, example: Example, response: str) -> Verdict:
         submitted = final_line(response)
-        accepted = {plain(text) for text in example.metadata.get("accepted", (example.answer,))}
-        correct = submitted is not None and plain(submitted) in accepted
+        correct = submitted is not None and accepts(example, submitted)
         lines = [line for line in response.splitlines() if line.strip()]
-        lenient = correct or (bool(lines) and plain(lines[-1]) in accepted)
+        lenient = correct or (bool(lines) and accepts(example, lines[-1]))
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
 
 
@@ -66,8 +65,7 @@ class RegexTask(ExactTask):
         for found in self.pattern.finditer(response):  # noqa: B007 - the last match
             pass
         submitted = None if found is None else found[1 if self.pattern.groups else 0]
-        accepted = {plain(text) for text in example.metadata.get("accepted", (example.answer,))}
-        correct = submitted is not None and plain(submitted) in accepted
+        correct = submitted is not None and accepts(example, submitted)
         return Verdict(correct, submitted, example.answer, submitted is not None, correct)
 
 
@@ -234,6 +232,11 @@ def final_line(response: str) -> str | None:
 
 def last_line(response: str) -> str:
     return next((line.strip(" $") for line in reversed(response.split("\n")) if line.strip()), "")
+
+
+def accepts(example: Example, text: str) -> bool:
+    """Whether a text is an accepted answer, but for what does not count; see `plain`."""
+    return plain(text) in {plain(answer) for answer in example.metadata.get("accepted", (example.answer,))}
 
 
 def plain(text: str) -> str:

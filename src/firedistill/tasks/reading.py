@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from firedistill.tasks.sources import DataError, Rows, hub_dataset, kind_of
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet")
+TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet")
 CHUNK = 1024  # rows of a columnar file that are converted together
 
 
@@ -37,7 +37,7 @@ class BadRow(DataError):
 
 
 def is_data_file(name: str) -> bool:
-    return name.lower().endswith(SUFFIXES)
+    return name.lower().endswith(TABLE_SUFFIXES)
 
 
 def open_rows(path: Path) -> Rows:
@@ -133,11 +133,11 @@ class JsonLines(Sequence[Mapping[str, Any]]):
         raise TypeError("rows of an open file cannot be copied to another process")
 
 
-def csv_rows(path: Path, delimiter: str | None = None) -> Rows:
+def csv_rows(path: Path, delimiter: str | None) -> Rows:
     """The rows of a text file with a line of column names; an empty cell is None. Cells may span several lines.
 
     Args:
-        delimiter: by default a comma, or a semicolon or tab if the first line has one and no comma.
+        delimiter: None for a comma, or for a semicolon or tab if the first line has one and no comma.
 
     Raises:
         DataError: column names are missing or repeated, the text is not UTF-8, or a quotation mark is not closed.
@@ -245,7 +245,7 @@ def folder_splits(folder: Path) -> dict[str, Path]:
     """
     splits: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
-        suffix = next((suffix for suffix in SUFFIXES if path.name.lower().endswith(suffix)), None)
+        suffix = next((suffix for suffix in TABLE_SUFFIXES if path.name.lower().endswith(suffix)), None)
         if suffix is None or not path.is_file():
             continue
         name = path.name[: -len(suffix)]
@@ -253,7 +253,7 @@ def folder_splits(folder: Path) -> dict[str, Path]:
             raise DataError(f"{folder} has two files of the split {name!r}: {splits[name].name} and {path.name}; remove one")
         splits[name] = path
     if not splits:
-        raise DataError(f"{folder} has no data files: expected <split>{', <split>'.join(SUFFIXES)}")
+        raise DataError(f"{folder} has no data files: expected <split>{', <split>'.join(TABLE_SUFFIXES)}")
     return splits
 
 

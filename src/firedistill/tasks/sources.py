@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+MOST_LISTED = 20  # files of a folder in a message
 PARQUET_EXPORT = "refs/convert/parquet"  # the hub's own conversion of datasets that were published as a loading script
 
 
@@ -177,10 +178,10 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
 
 
-def _listing(folder: Path, limit: int = 20) -> str:
+def _listing(folder: Path) -> str:
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
-    shown = ", ".join(names[:limit]) or "nothing"
-    return shown + (f", and {len(names) - limit} more" if len(names) > limit else "")
+    shown = ", ".join(names[:MOST_LISTED]) or "nothing"
+    return shown + (f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else "")
 
 
 def _first_line(error: BaseException) -> str:

@@ -377,11 +377,12 @@ class TableTask(Task):
     def _column_of(self, role: str, where: str) -> Any:
         """The column, the template or the columns of a role; None if it has none."""
         columns = self.known_columns
+        required = role == "question" or (role == "answer" and self.verifier is None)
         if role in self.columns:
             spec = self.columns[role]
             option = f"{where}: columns {role}={spec}"
             if not spec:
-                if role == "question" or (role == "answer" and self.verifier is None):
+                if required:
                     raise DataError(
                         f"{option}: a row needs its {role}: name a column by --columns {role}=COLUMN (columns: {', '.join(columns)})"
                     )
@@ -405,7 +406,7 @@ class TableTask(Task):
         if found:
             self.guesses.append(f"{role} = column {found[0]!r}")
             return found[0]
-        if role == "question" or (role == "answer" and self.verifier is None):
+        if required:
             close = difflib.get_close_matches(role, columns, n=1)
             hint = f" Did you mean --columns {role}={close[0]}?" if close else ""
             raise DataError(

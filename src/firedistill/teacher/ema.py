@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from firedistill.models.lora import trained_parameters
 from firedistill.models.states import inference_mode
 
 
@@ -33,7 +34,7 @@ class EMAWeights:
         if not 0 <= rate <= 1:
             raise ValueError(f"ema_rate is {rate}; expected 1 - mu, the weight of the new student, in [0, 1]")
         self.model, self.rate = model, rate
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trained_parameters(model)
         if not self.parameters:
             raise ValueError("the model has no trainable parameter; add an adapter before creating the teacher")
         self.shadow = {name: p.detach().float().clone() for name, p in self.parameters.items()}
@@ -93,12 +94,9 @@ class EMAWeights:
             stored = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
-        mismatch = {n for n in stored.keys() | self.shadow.keys() if n not in stored or n not in self.shadow}
-        for name in stored.keys() & self.shadow.keys():
-            if (stored[name].shape, stored[name].dtype) != (self.shadow[name].shape, self.shadow[name].dtype):
-                mismatch.add(name)
-        if mismatch:
-            raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {sorted(mismatch)[:3]}")
+        found, expected = ({(name, t.shape, t.dtype) for name, t in of.items()} for of in (stored, self.shadow))
+        if mismatch := sorted({name for name, _, _ in found ^ expected}):
+            raise ValueError(f"{path} belongs to another model or adapter; parameters that do not fit: {mismatch[:3]}")
         if spoiled := sorted(name for name, tensor in stored.items() if not tensor.isfinite().all()):
             raise ValueError(f"{path} holds values that are not finite, in {spoiled[:3]}; resume from an earlier checkpoint")
         with torch.no_grad():
@@ -108,8 +106,6 @@ class EMAWeights:
 
 class FixedWeights:
     """The weights of a teacher that is a separate model: they never change, and checkpoints do not hold them."""
-
-    rate = 0.0
 
     def __init__(self, model: nn.Module):
         self.model = model

@@ -88,7 +88,7 @@ def head_check(setting: Setting) -> Iterator[harness.Row]:
     """
     for (tokens, vocabulary, width), dtype, over in product(setting.sizes.checked, TOLERATED_ERROR, (0.0, 0.5, 1.0)):
         case = {"tokens": tokens, "vocabulary": vocabulary, "fields": 3, "over": over}
-        problem = fire_head.Setting(case, width, dtype, setting.device)
+        problem = fire_head.Problem(case, width, dtype, setting.device)
         chosen = torch.arange(tokens, device=setting.device)
         correct, ids = chosen % 2 == 1, (chosen * 7919) % vocabulary
         weights = torch.linspace(0.5, 1.5, tokens, device=setting.device) / tokens
@@ -107,7 +107,7 @@ def head_check(setting: Setting) -> Iterator[harness.Row]:
 
 
 def fused(
-    problem: fire_head.Setting, correct: Tensor, ids: Tensor, weights: Tensor, chunk: int | None
+    problem: fire_head.Problem, correct: Tensor, ids: Tensor, weights: Tensor, chunk: int | None
 ) -> tuple[Tensor, Tensor]:
     """Token losses `[M]` and the gradient `[M, H]` of their weighted sum."""
     student, views = problem.student.detach().clone().requires_grad_(), problem.views[:, ~correct]
@@ -129,7 +129,7 @@ def fused(
 
 
 def literal(
-    problem: fire_head.Setting, dtype: torch.dtype, correct: Tensor, ids: Tensor, weights: Tensor
+    problem: fire_head.Problem, dtype: torch.dtype, correct: Tensor, ids: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `fused`, by the equations one by one; products in `dtype`, everything else in float32 or float64."""
     weight = problem.embedding.to(dtype)
@@ -175,7 +175,7 @@ def head(setting: Setting) -> Iterator[harness.Row]:
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     for over in sizes.over:
         case = {"tokens": sizes.head_tokens, "vocabulary": shape.vocabulary, "fields": len(sizes.fields), "over": over}
-        problem = fire_head.Setting(case, shape.hidden, "bfloat16", setting.device)
+        problem = fire_head.Problem(case, shape.hidden, "bfloat16", setting.device)
         work = head_work(sizes.head_tokens, shape.vocabulary, shape.hidden, len(sizes.fields), problem.tokens_over_radius)
         facts = {"tokens_over_radius": problem.tokens_over_radius}
         training = partial(fire_head.run_two_passes, problem, log_prob_floor=FLOOR)
@@ -201,7 +201,7 @@ def head(setting: Setting) -> Iterator[harness.Row]:
             yield row
 
 
-def in_chunks(problem: fire_head.Setting, elements: int, **settings: Any) -> Tensor:
+def in_chunks(problem: fire_head.Problem, elements: int, **settings: Any) -> Tensor:
     size = max(1, elements // problem.head.vocabulary_size)
     return fire_head.run_fused(problem, chunk_size=size, **settings)
 
@@ -272,7 +272,7 @@ def rows_alone(setting: Setting) -> Iterator[harness.Row]:
         chunks = max(1, sizes.head_tokens // size)
         tokens = size * chunks
         case = {"tokens": tokens, "vocabulary": vocabulary, "fields": fields, "over": over}
-        problem = fire_head.Setting(case, width, "bfloat16", setting.device)
+        problem = fire_head.Problem(case, width, "bfloat16", setting.device)
         work = head_work(tokens, vocabulary, width, fields, over)[1:]
         z, full, *views = (
             problem.head.project(states) for states in (problem.student.detach()[:size], *problem.views[:, :size])
