@@ -13,6 +13,7 @@ weight of the view without the noisy field.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -237,6 +238,23 @@ def added(table: pd.DataFrame) -> str:
     return markdown(["adding", "to", "at the recipe's rate", "at four times the rate"], rows)
 
 
+def unbounded(table: pd.DataFrame) -> str:
+    """Methods with routing whose right answers are trained with the weight 1 in place of beta."""
+    header = ["method with weight 1", "rate", "seeds", "greedy, %", "sampled, %", "greedy, minus that with beta (95 %)"]
+    header += ["sampled, minus that with beta (95 %)", "sampled, minus Full Context's (95 %)", "entropy, nats"]
+    header += ["gradient norm: median, largest", "policy KL of every fifth step, 1e-4 nats: median, largest"]
+    rows = []
+    for method, rate in itertools.product(("routing", "fire"), (1, 4)):
+        found = select(table, method=method, variant="unbounded", rate=rate)
+        bounded, full = (select(table, method=name, variant="", rate=rate) for name in (method, "full_context"))
+        row = [METHODS[method], f"{rate}×", str(len(found)), spread(100 * found["accuracy"])]
+        row += [spread(100 * found["sampled_accuracy"]), *(apart(found, bounded, kind) for kind in ("greedy", "sampled"))]
+        row += [apart(found, full, "sampled"), spread(found["sampled_entropy"], 3)]
+        row += [f"{found['grad_norm_median'].mean():.3f}, {found['grad_norm_largest'].max():.2f}"]
+        rows.append([*row, f"{1e4 * found['policy_kl_median'].mean():.2f}, {1e4 * found['policy_kl_largest'].max():.0f}"])
+    return markdown(header, rows)
+
+
 def noise(table: pd.DataFrame, place: str) -> str:
     header = ["share r of wrong feedback", "seeds", "FIRE: sampled, %", "No Attribution: sampled, %", "difference (95 %)"]
     header += ["weight of the view without the noisy field", "sum of the other views' weights"]
@@ -430,6 +448,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "parts-1": ("study-parts", lambda table: parts(table, 1)),
     "parts-4": ("study-parts", lambda table: parts(table, 4)),
     "parts-added": ("study-parts", added),
+    "parts-unbounded": ("study-parts", unbounded),
     "noise-answer": ("study-noise", lambda table: noise(table, "answer")),
     "noise-hint": ("study-noise", lambda table: noise(table, "hint")),
     "noise-costs": ("study-noise", noise_costs),
