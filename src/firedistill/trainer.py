@@ -118,14 +118,15 @@ class SelfDistillTrainer(ResumableTrainer):
     """Feedback-based on-policy self-distillation.
 
     Args:
-        model: a causal language model or its name; `args.model` is loaded by default. It gets a LoRA adapter unless it already
-            has trainable adapter weights (`args.initial_adapter` continues from a saved one).
+        model: a causal language model, its name or folder, or a `PeftModel` with one LoRA adapter, whose training is continued;
+            `args.model` is loaded by default. Any other model gets a LoRA adapter (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
         train_examples, eval_examples: examples, or rows with the fields of `Example` or the columns that the task reads; taken from the
             task by default.
         processing_class: the tokenizer; required with a model object.
-        callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
+        callbacks, optimizers: as in `transformers.Trainer`. The optimizer holds parameters of the adapter, so that `model` must be a
+            `PeftModel`; its rate takes the place of `args.learning_rate`.
 
     Attributes:
         task: the task in a `GuardedTask`: `verify` always returns a verdict, `feedback` returns fields or raises `TaskFault`.
@@ -162,6 +163,7 @@ class SelfDistillTrainer(ResumableTrainer):
             eval_examples=eval_examples,
         )
         if optimizers[0] is not None:
+            check_parameters(self.setup.model, optimizers[0])
             take_rate(self.setup.args, optimizers[0])
         args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
         self.eval_examples = self.setup.eval_examples
@@ -753,9 +755,20 @@ def pair(found: Any, name: str, kind: Any, method: str) -> Any:
     return found
 
 
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer that the caller made holds no parameter that is trained."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        raise ValueError(
+            "the optimizer holds none of the adapter's parameters: pass a model that has its adapter already (get_peft_model), and an "
+            "optimizer of those of its parameters that require gradients"
+        )
+
+
 def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer that the caller made has a rate of its own, which is the run's peak rate then."""
-    rate = float(max(group["lr"] for group in optimizer.param_groups))
+    # A schedule, which may have lowered "lr" for its warm-up, keeps the rate that it was given.
+    rate = float(max(group.get("initial_lr", group["lr"]) for group in optimizer.param_groups))
     if rate != args.learning_rate:
         logger.warning("learning_rate is that of the optimizer, %g, not %g", rate, args.learning_rate)
         args.learning_rate = rate
