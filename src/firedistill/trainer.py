@@ -68,7 +68,7 @@ from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
-from firedistill.setup import load_setup
+from firedistill.setup import given_examples, load_setup
 from firedistill.step import (
     TrainingOrder,
     Update,
@@ -501,22 +501,33 @@ class SelfDistillTrainer(ResumableTrainer):
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------
 
     def evaluate(  # type: ignore[override]
-        self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Iterable[Any] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ):
-        """Evaluate on the held-out examples, or on `eval_dataset`; writes a row of `evals.jsonl`.
+        """Evaluate on the held-out examples, which writes a row of `evals.jsonl` and the responses, or on others, which writes nothing.
+
+        Args:
+            eval_dataset: other examples, or rows as in `eval_examples` of the trainer.
+            ignore_keys: is not read.
+            metric_key_prefix: begins the names that are returned and logged.
 
         Returns:
             The columns of the row about responses (docs/run-directory.md), with the prefix `metric_key_prefix`; shares are in [0, 1].
+
+        Raises:
+            ValueError: a row of `eval_dataset` is no example and is not read by the task.
+            OutOfMemory (a ValueError): a single response does not fit.
+            RolloutError, JudgeError (OSErrors): vLLM or the judge failed.
         """
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()
-        examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
+        own = eval_dataset is None  # what follows belongs to the run then
+        examples = self.eval_examples if eval_dataset is None else given_examples(eval_dataset, self.task, "eval_dataset")
         found = evaluate_all(
             self.eval_engine,
             self.task,
             self.encoder,
             examples,
-            self.setup.also,
+            self.setup.also if own else {},
             self.args,
             self.model,
             self.on_progress,
@@ -526,15 +537,17 @@ class SelfDistillTrainer(ResumableTrainer):
         judge.total(**self.guarded.take_counts())
         of_judge = over_processes(gather_object([judge])).row()
         step = self.state.global_step
-        if self.run_log is not None:
+        if self.run_log is not None and own:
             counters = {name: value for name, value in self.counters.items() if name.startswith("cumulative")}
             self.run_log.evaluation({"step": step, **counters, **found.summary, **of_judge})
-        self.log_rollouts(found.greedy, step, prefix="eval")
-        self.log_rollouts(found.sampled, step, prefix="sampled")
+        if own:
+            self.log_rollouts(found.greedy, step, prefix="eval")
+            self.log_rollouts(found.sampled, step, prefix="sampled")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.evaluation_due = False
+        if own:
+            self.evaluation_due = False
         if step:
             self.settle()
         if resuming:
@@ -598,7 +611,7 @@ class SelfDistillTrainer(ResumableTrainer):
             RunDirectoryError (a ValueError): another process trains in the run directory, or it holds other files.
             OutOfMemory (a ValueError): the smallest batch does not fit; names the options to change.
             RolloutError, JudgeError (OSErrors): vLLM or the judge failed; the run resumes from its last checkpoint.
-            ValueError: weights or optimizer state are not finite after a step.
+            ValueError: weights or optimizer state are not finite after a step; or this trainer has trained, and would start again.
         """
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):
@@ -740,10 +753,7 @@ class StepCallbacks(TrainerCallback):
             self.trainer.end_update()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Write the row; evaluate after the last step, whatever `eval_steps` is."""
         self.trainer.finish_step()
-        if state.global_step >= state.max_steps and self.trainer.eval_examples:
-            control.should_evaluate = True
 
 
 def pair(found: Any, name: str, kind: Any, method: str) -> Any:

@@ -69,6 +69,7 @@ class ResumableTrainer(Trainer):
         settings.save_only_model = False
         self._random_state: dict[str, Any] | None = None  # of the checkpoint, until the first step takes it
         self._allowed_changes: dict[str, str] = {}
+        self._initial = True  # weights, optimizer and teacher are those that the trainer was made with
         self._settled: dict[str, Any] | None = None  # the random state at the end of the last step, until an update begins
         self.stop = StopRequest(self, self.args.stop_within)
         self.add_callback(self.stop)
@@ -109,7 +110,7 @@ class ResumableTrainer(Trainer):
             CheckpointError (a ValueError): no complete checkpoint, or one of another run; lists what differs.
             RunDirectoryError (a ValueError): another process trains in the run directory, it holds other files in the place of the
                 run's, or it is removed while the run trains.
-            ValueError: weights or optimizer state are not finite after a step.
+            ValueError: weights or optimizer state are not finite after a step; or this trainer has trained, and would start again.
         """
         with RunLock(self.args.run_dir) if self.is_world_process_zero() else nullcontext() as self.lock:
             return self._train(resume_from_checkpoint, allow_changes, **kwargs)
@@ -118,6 +119,11 @@ class ResumableTrainer(Trainer):
         """Train while this process holds the run directory."""
         wanted = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
         self.resumed_from = folder = self.checkpoint_to_resume(wanted, allow_changes)
+        if folder is None and not self._initial:
+            raise ValueError(
+                "this trainer has trained already, so that it would not start from the initial weights: make a new one, with a model "
+                "that is loaded again, or resume from a checkpoint"
+            )
         step = 0
         if folder is not None:
             step = checkpoints.step_of(folder)
@@ -132,6 +138,8 @@ class ResumableTrainer(Trainer):
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
         self.begin_run(step)
+        self.remove_callback(self.stop)
+        self.add_callback(self.stop)  # the last one: any other may end the run
         with self.stop:
             try:
                 result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
@@ -170,6 +178,7 @@ class ResumableTrainer(Trainer):
 
     def _load_rest(self, folder: Path) -> None:
         """Load everything but weights, optimizer and schedule."""
+        self._initial = False
         states = checkpoints.load_state(folder, "random_state")
         if not isinstance(states, list):
             raise CheckpointError(f"{folder / 'random_state.json'} holds no list of states; use an earlier checkpoint")
@@ -228,7 +237,7 @@ class ResumableTrainer(Trainer):
 
     def unsettle(self) -> None:
         """An update begins."""
-        self._settled = None
+        self._settled, self._initial = None, False
 
     def restore_settled(self) -> None:
         """Undo what a step changes before its first update."""
@@ -242,7 +251,11 @@ class ResumableTrainer(Trainer):
             self.restore_settled()
             if not checkpoints.checkpoint_folder(self.args.run_dir, step).is_dir():
                 self._save_checkpoint(self.model, None)
-            logger.warning("what followed step %d took longer than stop_within (%g s): dropped", step, self.stop.within)
+            logger.warning(
+                "the work after step %d did not end within stop_within (%g s) and is discarded; rerun the command to resume",
+                step,
+                self.stop.within,
+            )
         else:
             last = checkpoints.newest_checkpoint(self.args.run_dir)
             kept = f"{last.name} remains" if last is not None else "there is no checkpoint yet"
