@@ -465,9 +465,9 @@ class Clumsy(Objective):
         return self.returned.get("loss", (batch.student.hidden.sum(), Metrics()))
 
 
-def column_of_every_method() -> Metrics:
+def column_of_every_method(name: str = "step") -> Metrics:
     metrics = Metrics()
-    metrics.mean(step=3.0)
+    metrics.mean(**{name: 3.0})
     return metrics
 
 
@@ -479,6 +479,10 @@ def column_of_every_method() -> Metrics:
         ({"loss": None}, "loss of method clumsy returned a NoneType, expected a pair of a Tensor and Metrics"),
         ({"loss": (0.0, Metrics())}, "loss of method clumsy returned a tuple, expected a pair of a Tensor and Metrics"),
         ({"prepare": ([None] * 4, column_of_every_method())}, "method clumsy logs a metric 'step', which is a column of every"),
+        (
+            {"prepare": ([None] * 4, column_of_every_method("correct_rate"))},
+            "method clumsy logs a metric 'correct_rate', which",
+        ),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_is_expected(returned, complaint, checkpoint, tmp_path, monkeypatch):

@@ -96,6 +96,7 @@ class StepRecord:
         uids: examples of its micro-batches so far.
         loss: summed over the updates of the step.
         grad_norms: before clipping, one per update.
+        of_method: what the method logs, apart from `metrics`, whose names it may not use.
         skipped: the present update changes neither student nor teacher.
         before_step, before_update: the policy that the step and the present update began with, where they are compared with it.
     """
@@ -104,6 +105,7 @@ class StepRecord:
     step_scale: float
     started: float
     metrics: Metrics = field(default_factory=Metrics)
+    of_method: Metrics = field(default_factory=Metrics)
     update: Update = field(default_factory=lambda: Update([], 0, 0))
     uids: list[str] = field(default_factory=list)
     loss: float | Tensor = 0.0
@@ -250,7 +252,8 @@ class SelfDistillTrainer(ResumableTrainer):
             )
         self.teacher.forget()
         wait_for_processes(self.model)
-        metrics.merge([sampled, selection.metrics, step.metrics, diagnostics])
+        metrics.merge([sampled, selection.metrics, step.metrics])
+        self.record.of_method.merge([diagnostics])
         if self.args.policy_kl_every and self.state.global_step % self.args.policy_kl_every == 0:
             with self.beside_training():
                 self.record.before_step = self.policy_now(selection.trained)
@@ -325,11 +328,11 @@ class SelfDistillTrainer(ResumableTrainer):
         self.teacher.forget()
         first = not record.grad_norms  # the student is still the one that was handed over
         if first and any(rollout.response.log_probs for rollout in rollouts):
-            metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
+            record.metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
         wait_for_processes(self.model)
         loss = loss * self.args.world_size  # distributed wrappers average over processes, but the shares add up
         record.loss += loss.detach()
-        record.metrics.merge([metrics])
+        record.of_method.merge([metrics])
         return loss
 
     def begin_update(self, update: Update, num_batches: int) -> list[list[tuple[Rollout, Any]]]:
@@ -448,15 +451,15 @@ class SelfDistillTrainer(ResumableTrainer):
         seconds = metrics.seconds
         seconds["seconds_update"] = total - seconds["seconds_rollout"] - seconds.get("seconds_score", 0.0)
         held = held_memory(self.args.device) if lockstep(self.model) is not None else None
-        ranks = gather_object([(metrics.on_host(), float(record.loss), held)])
-        row = over_processes(of_rank for of_rank, _, _ in ranks).row()
+        ranks = gather_object([(metrics.on_host(), record.of_method.on_host(), float(record.loss), held)])
+        row, of_method = (over_processes(rank[part] for rank in ranks).row() for part in (0, 1))
         naive, read = row.pop("naive_teacher_tokens", 0), row.pop("teacher_tokens", 0)
         norms, distance = record.grad_norms, self.teacher.weights.distance()
         self.counters["cumulative_generated_tokens"] += row["generated_tokens"]
         self.counters["cumulative_train_seconds"] += total
         own = {
             "step": self.state.global_step,
-            "loss": sum(loss for _, loss, _ in ranks) / len(ranks) / len(norms),
+            "loss": sum(loss for _, _, loss, _ in ranks) / len(ranks) / len(norms),
             "grad_norm": statistics.fmean(norms),
             **({"grad_norm_max": max(norms), "updates": len(norms)} if len(norms) > 1 else {}),
             "learning_rate": record.learning_rate,
@@ -467,17 +470,17 @@ class SelfDistillTrainer(ResumableTrainer):
             "teacher_tokens_saved": naive - read,
         }
         after = {
-            **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
+            **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, _, held) in enumerate(ranks) if held is not None},
             **({} if distance is None else {"ema_distance": distance}),
             "skipped_update": record.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
             **{name: count for name, count in self.failures().items() if count},
         }
-        if taken := sorted((own | after).keys() & row.keys()):
+        if taken := sorted((own | row | after).keys() & of_method.keys()):
             raise ValueError(
                 f"method {self.args.method} logs a metric {taken[0]!r}, which is a column of every method: give it another name"
             )
-        self.last_metrics = own | row | after
+        self.last_metrics = own | row | of_method | after
         if self.lock is not None:
             self.lock.check()
         if self.run_log is not None:
