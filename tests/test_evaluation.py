@@ -117,6 +117,8 @@ def test_other_problems_leave_the_run_as_it_is(checkpoint, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     with pytest.raises(ValueError, match="eval_dataset/0 has the columns query, which example of toy does not read"):
         trainer.evaluate([{"query": "Why?"}])
+    with pytest.raises(ValueError, match=r"predict is for batches with labels: use evaluate\(examples\)"):
+        trainer.predict(trainer.eval_examples)
 
 
 def test_training_does_not_hold_the_keys_and_values_of_an_evaluation(checkpoint, tmp_path):

@@ -204,6 +204,18 @@ def test_warm_start_learns_the_solutions_and_a_run_continues_its_adapter(checkpo
         assert torch.equal(trainer.teacher.weights.shadow[name], value.float())
 
 
+def test_a_warm_start_has_settings_of_its_own():
+    """Other trainers would sample and train on the answers, right or wrong."""
+    with pytest.raises(
+        ValueError, match="SelfDistillTrainer does not fit args, which is a WarmStartConfig: use WarmStartTrainer"
+    ):
+        SelfDistillTrainer(args=WarmStartConfig(use_cpu=True))
+    with pytest.raises(
+        ValueError, match="WarmStartTrainer does not fit args, which is a SelfDistillConfig: use WarmStartConfig"
+    ):
+        WarmStartTrainer(args=SelfDistillConfig(use_cpu=True))
+
+
 def test_a_warm_start_names_what_is_over_the_budget_of_its_prompt(checkpoint, tmp_path, caplog):
     settings = run_config(checkpoint, tmp_path / "warm").resolved() | {"method": "supervised", "eval_size": 0}
     warm = WarmStartTrainer(args=WarmStartConfig(**settings), task=ToyTask())

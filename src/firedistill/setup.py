@@ -383,7 +383,8 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
     Raises:
         ValueError: the model has something else than one trainable LoRA adapter in float32 that is called "default".
     """
-    kinds = {name: config.peft_type.value for name, config in model.peft_config.items()}
+    adapters: dict[str, Any] = dict(model.peft_config)
+    kinds = {name: config.peft_type.value for name, config in adapters.items()}
     if kinds != {"default": "LORA"}:
         found = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
         raise ValueError(
@@ -398,7 +399,7 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
             "the model's LoRA factors are bfloat16, in which small updates are rounded away: convert the base model before it gets "
             "the adapter, and leave autocast_adapter_dtype of peft at True"
         )
-    config: Any = model.peft_config["default"]
+    config = adapters["default"]
     args.lora_r, args.lora_alpha, args.lora_dropout = config.r, config.lora_alpha, config.lora_dropout
     targets = config.target_modules or []
     targets = [targets] if isinstance(targets, str) else sorted(targets)

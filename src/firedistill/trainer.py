@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -35,7 +35,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.checks import Preflight, check
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json, write_text, written_whole
 from firedistill.memory import (
@@ -131,6 +131,7 @@ class SelfDistillTrainer(ResumableTrainer):
             `PeftModel`; its rate takes the place of `args.learning_rate`.
 
     Attributes:
+        config_class: the settings that the class takes.
         task: the task in a `GuardedTask`: `verify` always returns a verdict, `feedback` returns fields or raises `TaskFault`.
         last_metrics: the row of the last step.
         console_report: prints a line per step; None with `args.disable_tqdm`.
@@ -140,6 +141,7 @@ class SelfDistillTrainer(ResumableTrainer):
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
 
+    config_class: ClassVar[type[SelfDistillConfig]] = SelfDistillConfig
     train_dataset: TrainingOrder  # which Trainer declares more widely
 
     # The loss is already divided by the number of prompts over all micro-batches.
@@ -156,8 +158,13 @@ class SelfDistillTrainer(ResumableTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
+        args = self.config_class() if args is None else args
+        warm = isinstance(args, WarmStartConfig)
+        if warm != issubclass(self.config_class, WarmStartConfig):
+            kind, use = type(self).__name__, "WarmStartTrainer" if warm else self.config_class.__name__
+            raise ValueError(f"{kind} does not fit args, which is a {type(args).__name__}: use {use}")
         self.setup = load_setup(
-            args or SelfDistillConfig(),
+            args,
             model=model,
             tokenizer=processing_class,
             task=task,
@@ -556,6 +563,10 @@ class SelfDistillTrainer(ResumableTrainer):
         if resuming:
             self.keep_random_state()
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError: there are no labelled batches."""
+        raise ValueError("predict is for batches with labels: use evaluate(examples), which answers and judges the examples")
 
     # ---- The run directory ---------------------------------------------------------------------------------------------------
 

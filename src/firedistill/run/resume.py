@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import gather_object
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -351,18 +351,53 @@ class ResumableTrainer(Trainer):
                 "the connection, HF_TOKEN and hub_model_id, or train without push_to_hub"
             ) from error
 
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message: str | None = None,
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> CommitInfo | None:
+        """Upload adapter, tokenizer and model card as they are now. Nothing else is uploaded, and the run directory stays as it is.
+
+        Args:
+            commit_message: "step N" by default.
+            token, revision, private: `args.hub_token`, `args.hub_revision` and `args.hub_private_repo` by default.
+
+        Returns:
+            The commit; None on all but the main process.
+
+        Raises:
+            ValueError: the repository cannot be created.
+            Exception: whatever `HfApi.upload_folder` raises.
+        """
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder, _internal_call=True)
+            if self.is_world_process_zero():
+                return self.upload(Path(folder), commit_message, token, revision)
+        return None
+
+    def upload(
+        self, folder: Path, message: str | None = None, token: str | None = None, revision: str | None = None
+    ) -> CommitInfo:
+        """Upload adapter, tokenizer and model card from a folder. (Trainer would upload its arguments as a pickle, too.)"""
+        return HfApi().upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=folder,
+            allow_patterns=["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"],
+            commit_message=message or f"step {self.state.global_step}",
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+        )
+
     def push(self, folder: Path) -> None:
-        """Upload adapter, tokenizer and model card; a failure is logged. (Trainer would upload its arguments as a pickle, too.)"""
-        names = ["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"]
+        """`upload` during a run; a failure is logged."""
         try:
-            HfApi().upload_folder(
-                repo_id=str(self.hub_model_id),
-                folder_path=folder,
-                allow_patterns=names,
-                commit_message=f"step {self.state.global_step}",
-                token=self.args.hub_token,
-                revision=self.args.hub_revision,
-            )
+            self.upload(folder)
         except Exception as error:
             logger.error(
                 "the upload to %s failed (%s: %s); later: hf upload %s %s",
