@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerCallback
@@ -196,6 +197,25 @@ def test_an_upload_that_fails_is_told_and_ends_nothing(checkpoint, tmp_path, cap
     assert finished_step(tmp_path / "run") == 4 and len(uploads) == 3, "two checkpoints and the adapter"
     assert "later: hf upload me/x" in caplog.text and "hf_secret" not in caplog.text
     assert not any("hf_secret" in path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
+
+
+def test_an_upload_on_request_holds_the_adapter_alone(checkpoint, tmp_path, monkeypatch):
+    uploads = []
+
+    def upload(self, folder_path, allow_patterns, **options):
+        names = [path.name for path in Path(folder_path).iterdir()]
+        uploads.append((set(filter_repo_objects(names, allow_patterns=allow_patterns)), options))
+
+    monkeypatch.setattr(resume.HfApi, "upload_folder", upload)
+    repository = SimpleNamespace(create_repo=lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: repository)
+    t = trainer(checkpoint, tmp_path / "run")
+    t.push_to_hub("mine", token="hf_secret")
+    ((names, options),) = uploads
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "README.md"} <= names
+    assert not any(name.startswith(("training_args", "checkpoint", "config")) for name in names)
+    assert (options["repo_id"], options["commit_message"], options["token"]) == ("me/x", "mine", "hf_secret")
+    assert not (tmp_path / "run" / "README.md").exists(), "the run directory stays as it is"
 
 
 def test_a_repository_that_cannot_be_made_is_one_clear_error(checkpoint, tmp_path, monkeypatch):

@@ -107,6 +107,20 @@ def test_samples_and_further_tasks_are_columns_and_change_nothing(checkpoint, tm
     assert loss[0] == loss[1]
 
 
+def test_other_problems_leave_the_run_as_it_is(checkpoint, tmp_path):
+    trainer = run_trainer(checkpoint, tmp_path / "run", max_steps=1, eval_samples=2, eval_also=["arithmetic:easy"])
+    trainer.train()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    trainer.evaluation_due = True
+    found = trainer.evaluate([{"question": "Why?", "answer": "even"}], metric_key_prefix="test")
+    assert found["test_n"] == 1 and "test_also_arithmetic:easy" not in found and trainer.evaluation_due
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    with pytest.raises(ValueError, match="eval_dataset/0 has the columns query, which example of toy does not read"):
+        trainer.evaluate([{"query": "Why?"}])
+    with pytest.raises(ValueError, match=r"predict is for batches with labels: use evaluate\(examples\)"):
+        trainer.predict(trainer.eval_examples)
+
+
 def test_training_does_not_hold_the_keys_and_values_of_an_evaluation(checkpoint, tmp_path):
     """Greedy answers, samples and further tasks use the same ones."""
     trainer = run_trainer(checkpoint, tmp_path / "run", eval_size=5, eval_samples=2, eval_also=["tiny:ToyTask"])

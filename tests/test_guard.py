@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import os
+import pickle
 import re
 import signal
 import sys
@@ -309,6 +311,12 @@ def test_texts_of_other_types(value, text):
     (field,) = GuardedTask(task).feedback(EXAMPLE, "", verdict)
     texts = [verdict.submitted, verdict.expected, field.name, field.text]
     assert texts == [text] * 4 and all(type(found) is str for found in texts)
+
+
+def test_a_guarded_task_can_be_copied():
+    task = GuardedTask(ToyTask(), seconds=3.0)
+    for copied in (copy.copy(task), copy.deepcopy(task), pickle.loads(pickle.dumps(task))):
+        assert type(copied) is GuardedTask and (copied.name, copied.seconds) == ("toy", 3.0)
 
 
 def test_a_verdict_as_declared_is_the_same_object():

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 
+import numpy
 import pytest
 import torch
 
@@ -37,6 +38,15 @@ def test_maxima_and_totals():
     found.total(tokens=True, none=0)
     assert found.row() == {"rollouts": 3, "tokens": 8, "none": 0, "m": 4.0, "least": -3.0}
     assert all(isinstance(found.row()[name], int) for name in ("rollouts", "tokens", "none"))
+
+
+def test_numbers_of_any_kind_keep_their_values():
+    found = Metrics()
+    found.maximum(m=1.5)
+    found.total(a=torch.tensor(0.75), b=numpy.float32(0.75), whole=numpy.int64(2))
+    found.total(whole=torch.tensor(3))
+    assert found.row() == {"a": 0.75, "b": 0.75, "whole": 5, "m": 1.5}
+    assert type(found.row()["whole"]) is int and type(found.row()["b"]) is float
 
 
 def test_no_values_make_no_column():

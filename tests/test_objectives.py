@@ -332,6 +332,14 @@ def test_a_trained_head_gets_its_gradient():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("reduced", [lambda logits: logits.mean(), lambda logits: logits])
+def test_a_token_loss_of_another_shape_is_refused(reduced):
+    """It would broadcast over the weights of the tokens."""
+    hidden = torch.randn(11, H, requires_grad=True)
+    with pytest.raises(ValueError, match=r"token_loss returned the shape \[.*\] for 11 tokens: expected one loss per token"):
+        chunked_token_loss(Head(torch.nn.Linear(H, V)), hidden, torch.rand(11), lambda logits, chunk: reduced(logits))
+
+
 def test_metrics_merge():
     first, second = Metrics(), Metrics()
     first.mean(x=torch.tensor([1.0, 2.0]))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from firedistill import imports, load_task
 from firedistill.cli import main as cli
-from firedistill.objectives import Objective, load_objective, register
+from firedistill.objectives import Objective, load_objective, register, setting
 from firedistill.objectives.full_context import FullContext
 
 PACKAGE = """\
@@ -188,3 +189,17 @@ def test_a_method_of_ones_own_cannot_take_a_built_in_name():
             pass
 
     assert type(load_objective("fire")).__name__ == "Fire"
+
+
+def test_settings_need_a_dataclass(monkeypatch):
+    """The value of such a setting would be the declaration itself. The order of the two decorators has no effect."""
+    monkeypatch.setattr("firedistill.objectives.registry._REGISTRY", {})
+
+    @register("no_dataclass")
+    class NoDataclass(Objective):
+        power: float = setting(1.0, "An exponent.")
+
+    with pytest.raises(ValueError, match=r"method 'no_dataclass' declares power by setting\(...\), which needs @dataclass"):
+        load_objective("no_dataclass")
+    dataclass(NoDataclass)
+    assert load_objective("no_dataclass", {"power": 2}).power == 2.0

@@ -478,3 +478,10 @@ def test_from_python_the_findings_are_data_that_print_as_text_and_as_a_table(mod
     assert not (tmp_path / "run").exists(), "nothing is written"
     trainer = SelfDistillTrainer(args=config, task=ToyTask())
     assert [finding.subject for finding in trainer.preflight().of("warning")] == ["data", "context"]
+
+
+def test_a_model_that_is_checked_can_be_trained(model, tmp_path):
+    config, base = killable_config(model, tmp_path / "run", "fire"), random_model()
+    firedistill.preflight(base, config, ToyTask(), processing_class=byte_tokenizer())
+    trainer = SelfDistillTrainer(base, config, ToyTask(), processing_class=byte_tokenizer())
+    assert trainer.model.get_base_model() is base

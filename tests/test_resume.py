@@ -321,6 +321,48 @@ def test_a_finished_run_without_its_checkpoints_is_not_trained_again(copy, model
     assert len(read_jsonl(copy / "metrics.jsonl")) == 4
 
 
+def test_a_trainer_starts_from_the_beginning_once(model, tmp_path):
+    """Weights, optimizer and teacher would be those of the end; resuming replaces them all."""
+    t = train(model, tmp_path / "run", "fire", 1, eval_size=0)
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(ValueError, match="this trainer has trained already"):
+        t.train(resume_from_checkpoint=False)
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl") == rows, "the run stays"
+    assert t.train().global_step == 1
+    t = SelfDistillTrainer(
+        args=killable_config(model, tmp_path / "broken", "fire", 4), task=RandomTask(), callbacks=[At(1, die)]
+    )
+    with pytest.raises(ConnectionResetError):
+        t.train()
+    with pytest.raises(ValueError, match="this trainer has trained already"):
+        t.train()
+
+
+class Ending(TrainerCallback):
+    """Ends the run at an event of a step."""
+
+    def __init__(self, event: str, step: int):
+        self.step = step
+        setattr(self, event, self.end)
+
+    def end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_training_stop = True
+
+
+@pytest.mark.parametrize(("event", "step"), [("on_step_end", 1), ("on_evaluate", 3)])
+def test_a_run_that_a_callback_ends_is_complete_and_can_be_resumed(event, step, model, tmp_path):
+    run = tmp_path / "run"
+    t = SelfDistillTrainer(args=killable_config(model, run, "fire", 4), task=RandomTask())
+    t.add_callback(Ending(event, step))
+    t.train()
+    assert newest_checkpoint(run).name == f"checkpoint-{step}" and (run / "adapter").is_dir()
+    assert [row["step"] for row in read_jsonl(run / "evals.jsonl")] == [0, step]
+    assert json.loads((run / "finished.json").read_text()) == {"step": step}
+    assert train(model, run, "fire", 4).state.global_step == 4
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
 def attributions(run):
     return {path.name: json.loads(path.read_text())["examples"] for path in (run / "attribution").glob("*.json")}
 
@@ -425,7 +467,7 @@ def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole
     with caplog.at_level(logging.WARNING):
         assert t.train().global_step == step
     monkeypatch.undo()
-    assert f"what followed step {step} took longer than stop_within (0.1 s): dropped" in caplog.text
+    assert f"the work after step {step} did not end within stop_within (0.1 s) and is discarded" in caplog.text
     assert (
         newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "finished.json").exists()
     )

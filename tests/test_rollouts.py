@@ -30,14 +30,16 @@ from transformers import (
 from firedistill.memory import BatchLimit
 from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.lora import add_lora
-from firedistill.rollout import Sampling
+from firedistill.prompts import PromptEncoder, TokenBudget
+from firedistill.rollout import Prompt, Response, Sampling
 from firedistill.rollouts import fixed
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
+from firedistill.rollouts.sampler import Sampler
 from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, candidates, choose_tokens, penalize_repetition
 from firedistill.teacher.ema import EMAWeights
-from tiny import byte_tokenizer, enable_checkpointing, random_model
+from tiny import ToyTask, byte_tokenizer, enable_checkpointing, random_model
 
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 11], [40] * 30]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=24)
@@ -989,3 +991,12 @@ def test_what_decoding_at_fixed_addresses_leaves_out():
     model = random_model()
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
     assert not fixed.can_fix(model)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_engine_that_returns_another_number_of_responses_is_named(count):
+    engine = SimpleNamespace(generate=lambda *arguments: [Response([5], "x", True)] * count)
+    prompts = [Prompt(example, [5], index) for index, example in enumerate(ToyTask().examples("train", 2))]
+    sampler = Sampler(engine, ToyTask(), PromptEncoder(byte_tokenizer()), Sampling(1.0, 1.0, 4), TokenBudget())
+    with pytest.raises(ValueError, match=f"generate of the engine SimpleNamespace returned {count} responses to 2 prompts"):
+        sampler.student(prompts)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import GenerationConfig
 
 from firedistill import Example, SelfDistillTrainer
@@ -60,6 +62,7 @@ def test_without_checkpoint_sampling_the_settings_hold(config):
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, top_k=20, repetition_penalty=1.1)
     setup = load_setup(config(), model=model, tokenizer=byte_tokenizer())
     assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0)
+    model = random_model()
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     setup = load_setup(config(checkpoint_sampling=True), model=model, tokenizer=byte_tokenizer())
     assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0), "the checkpoint has none"
@@ -97,8 +100,8 @@ def test_settings_of_another_model_than_the_object_are_refused(changes, config):
 
 
 def test_settings_that_agree_with_the_object_are_recorded(config):
-    model = random_model(dtype=torch.bfloat16)
     for asked in ("auto", "bfloat16"):
+        model = random_model(dtype=torch.bfloat16)
         settings = config(model_dtype=asked, attn_implementation="sdpa")
         assert load_setup(settings, model=model, tokenizer=byte_tokenizer()).args.model_dtype == "bfloat16"
 
@@ -134,6 +137,58 @@ def test_an_adapter_that_is_given_stays(config, tmp_path):
     assert setup.model is saved and set(saved.peft_config) == {"default"}
     with pytest.raises(ValueError, match="initial_adapter is .*, but the model is an object that is loaded already"):
         load_setup(config(initial_adapter=str(tmp_path / "adapter")), model=saved, tokenizer=byte_tokenizer())
+
+
+def lora(**changes) -> LoraConfig:
+    return LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "q_proj"], **changes})
+
+
+def test_the_adapter_that_is_given_is_recorded(config):
+    model = get_peft_model(random_model(), lora(lora_dropout=0.25))
+    args = load_setup(config(), model=model, tokenizer=byte_tokenizer()).args
+    assert (args.lora_r, args.lora_alpha, args.lora_dropout) == (4, 6, 0.25)
+    assert args.lora_target_modules == ["q_proj", "v_proj"]
+    again = load_setup(config(lora_target_modules=["v_proj", "q_proj"]), model=model, tokenizer=byte_tokenizer())
+    assert again.args.lora_target_modules == ["v_proj", "q_proj"], "the same ones"
+
+
+def test_a_model_that_still_holds_adapter_layers_is_refused(config):
+    """The adapter of an earlier trainer, or of `add_adapter`, would be trained or left in the base."""
+    model, added = random_model(), random_model()
+    setup = load_setup(config(), model=model, tokenizer=byte_tokenizer())
+    added.add_adapter(lora())
+    for held in (model, added):
+        with pytest.raises(ValueError, match="the model holds the layers of an adapter .*trainer.model.unload"):
+            load_setup(config(), model=held, tokenizer=byte_tokenizer())
+    setup.model.unload()
+    assert same(load_setup(config(), model=model, tokenizer=byte_tokenizer()).model, load_setup(config()).model)
+
+
+def test_adapters_that_cannot_be_trained_are_refused(config, tmp_path):
+    two = get_peft_model(random_model(), lora())
+    two.add_adapter("two", lora())
+    half = get_peft_model(random_model(dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+    get_peft_model(random_model(), lora()).save_pretrained(tmp_path / "adapter")
+    for model, complaint in (
+        (two, r"the adapters 'default' \(LORA\), 'two' \(LORA\): expected one LoRA adapter called 'default'"),
+        (get_peft_model(random_model(), lora(), adapter_name="mine"), r"the adapters 'mine' \(LORA\): expected one"),
+        (get_peft_model(random_model(), IA3Config(task_type="CAUSAL_LM")), r"the adapters 'default' \(IA3\): expected one"),
+        (half, "LoRA factors are bfloat16, in which small updates are rounded away"),
+        (
+            PeftModel.from_pretrained(random_model(), tmp_path / "adapter"),
+            "the model's adapter is frozen: .* is_trainable=True",
+        ),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            load_setup(config(), model=model, tokenizer=byte_tokenizer())
+
+
+def test_arguments_of_other_types_are_refused(config, model):
+    with pytest.raises(ValueError, match="args is a dict: expected a SelfDistillConfig"):
+        load_setup({"model": model})
+    with pytest.raises(ValueError, match="model is a int: expected a PreTrainedModel, a PeftModel, or the name of a model"):
+        load_setup(config(), model=42)
+    assert load_setup(config(), model=Path(model)).args.model == str(model)
 
 
 def test_problems_that_are_given_are_used(config):
@@ -228,3 +283,21 @@ def test_an_optimizer_that_is_given_decides_the_rate(config, caplog):
     assert trainer.args.learning_rate == 3e-3 and "learning_rate is that of the optimizer, 0.003, not 0.0001" in caplog.text
     trainer.train()
     assert trainer.last_metrics["step_scale"] == 1.0
+
+
+def test_the_peak_rate_is_the_one_before_a_schedule_lowers_it(config):
+    model = get_peft_model(random_model(), lora())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 10)
+    options = {"processing_class": byte_tokenizer(), "optimizers": (optimizer, schedule)}
+    assert SelfDistillTrainer(model, config(), **options).args.learning_rate == 3e-3
+
+
+def test_an_optimizer_of_other_parameters_is_refused(config):
+    """Those of a model that gets its adapter later are frozen."""
+    model = random_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-3)
+    with pytest.raises(
+        ValueError, match="the optimizer holds none of the adapter's parameters: pass a model that has its adapter"
+    ):
+        SelfDistillTrainer(model, config(), processing_class=byte_tokenizer(), optimizers=(optimizer, None))

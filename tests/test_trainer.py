@@ -204,6 +204,18 @@ def test_warm_start_learns_the_solutions_and_a_run_continues_its_adapter(checkpo
         assert torch.equal(trainer.teacher.weights.shadow[name], value.float())
 
 
+def test_a_warm_start_has_settings_of_its_own():
+    """Other trainers would sample and train on the answers, right or wrong."""
+    with pytest.raises(
+        ValueError, match="SelfDistillTrainer does not fit args, which is a WarmStartConfig: use WarmStartTrainer"
+    ):
+        SelfDistillTrainer(args=WarmStartConfig(use_cpu=True))
+    with pytest.raises(
+        ValueError, match="WarmStartTrainer does not fit args, which is a SelfDistillConfig: use WarmStartConfig"
+    ):
+        WarmStartTrainer(args=SelfDistillConfig(use_cpu=True))
+
+
 def test_a_warm_start_names_what_is_over_the_budget_of_its_prompt(checkpoint, tmp_path, caplog):
     settings = run_config(checkpoint, tmp_path / "warm").resolved() | {"method": "supervised", "eval_size": 0}
     warm = WarmStartTrainer(args=WarmStartConfig(**settings), task=ToyTask())
@@ -465,9 +477,9 @@ class Clumsy(Objective):
         return self.returned.get("loss", (batch.student.hidden.sum(), Metrics()))
 
 
-def column_of_every_method() -> Metrics:
+def column_of_every_method(name: str = "step") -> Metrics:
     metrics = Metrics()
-    metrics.mean(step=3.0)
+    metrics.mean(**{name: 3.0})
     return metrics
 
 
@@ -479,6 +491,10 @@ def column_of_every_method() -> Metrics:
         ({"loss": None}, "loss of method clumsy returned a NoneType, expected a pair of a Tensor and Metrics"),
         ({"loss": (0.0, Metrics())}, "loss of method clumsy returned a tuple, expected a pair of a Tensor and Metrics"),
         ({"prepare": ([None] * 4, column_of_every_method())}, "method clumsy logs a metric 'step', which is a column of every"),
+        (
+            {"prepare": ([None] * 4, column_of_every_method("correct_rate"))},
+            "method clumsy logs a metric 'correct_rate', which",
+        ),
     ],
 )
 def test_a_method_that_returns_something_else_is_told_what_is_expected(returned, complaint, checkpoint, tmp_path, monkeypatch):

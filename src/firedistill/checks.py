@@ -118,7 +118,7 @@ def preflight(
     eval_examples: Iterable[Any] | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
 ) -> Preflight:
-    """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`.
+    """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`; a model that is an object stays as it is.
 
     Returns:
         The findings, the memory estimate in bytes and the device-dependent defaults. Nothing is trained or written.
@@ -126,16 +126,19 @@ def preflight(
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
-    return check(
-        load_setup(
-            args or SelfDistillConfig(),
-            model=model,
-            tokenizer=processing_class,
-            task=task,
-            train_examples=train_examples,
-            eval_examples=eval_examples,
-        )
+    setup = load_setup(
+        SelfDistillConfig() if args is None else args,
+        model=model,
+        tokenizer=processing_class,
+        task=task,
+        train_examples=train_examples,
+        eval_examples=eval_examples,
     )
+    try:
+        return check(setup)
+    finally:
+        if isinstance(model, PreTrainedModel):
+            setup.model.unload()  # or the trainer of this object would refuse it
 
 
 def check(setup: Setup) -> Preflight:

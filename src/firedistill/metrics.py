@@ -34,9 +34,10 @@ class Metrics:
                 self.sums[name].append(value.detach().float().sum())
                 self.counts[name] += value.numel()
 
-    def maximum(self, **values: Tensor) -> None:
+    def maximum(self, **values: Tensor | float) -> None:
         """Add values to maxima."""
         for name, value in values.items():
+            value = torch.as_tensor(value)
             if value.numel():
                 largest = value.detach().float().max()
                 self.maxima[name] = torch.maximum(largest, self.maxima[name]) if name in self.maxima else largest
@@ -44,7 +45,7 @@ class Metrics:
     def total(self, **amounts: float) -> None:
         """Add amounts to totals over the step and all processes; whole numbers stay whole."""
         for name, amount in amounts.items():
-            self.totals[name] += amount if isinstance(amount, float) else int(amount)
+            self.totals[name] += amount.item() if hasattr(amount, "item") else amount  # numbers of PyTorch and NumPy
 
     @contextmanager
     def timed(self, name: str, device: torch.device) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig, WarmStartConfig
@@ -103,7 +104,7 @@ class Setup:
 def load_setup(
     args: SelfDistillConfig,
     *,
-    model: PreTrainedModel | PeftModel | str | None = None,
+    model: PreTrainedModel | PeftModel | str | os.PathLike[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     task: Any = None,
     train_examples: Iterable[Any] | None = None,
@@ -115,8 +116,8 @@ def load_setup(
 
     Args:
         args: the settings; they name whatever is not given here.
-        model: a causal language model or its name. It gets a LoRA adapter unless it has one; `args.seed` alone decides the
-            initial values.
+        model: a causal language model, its name or folder, or a `PeftModel` with one LoRA adapter, which is trained on. Any other model
+            gets a LoRA adapter, whose initial values `args.seed` alone decides.
         tokenizer: its tokenizer; required with a model object.
         task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's: examples, or rows (mappings, a `datasets.Dataset`) with
@@ -127,6 +128,12 @@ def load_setup(
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
+    if not isinstance(args, SelfDistillConfig):
+        raise ValueError(f"args is a {type(args).__name__}: expected a SelfDistillConfig")
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if not isinstance(model, PreTrainedModel | PeftModel | str | None):
+        raise ValueError(f"model is a {type(model).__name__}: expected a PreTrainedModel, a PeftModel, or the name of a model")
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
@@ -181,10 +188,10 @@ def load_setup(
         launcher = f"torchrun --no-python --standalone --nproc_per_node {args.n_gpu} firedistill ..."
         logger.warning("one process uses one GPU; for all %d start with: %s", args.n_gpu, launcher)
         args._n_gpu = 1
-    if not hasattr(model, "peft_config"):
+    if not isinstance(model, PeftModel):
         torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
-        model = trainable_adapter(cast(PreTrainedModel, model), args)
-    student = sort_targets(cast(PeftModel, model))
+        model = trainable_adapter(model, args)
+    student = sort_targets(model)
     if args.lora_dtype == "base":
         compute_in_base_dtype(student)
     teacher_model, teacher_tokenizer = load_teacher(args, student, tokenizer) if teacher else (None, tokenizer)
@@ -343,15 +350,22 @@ def use_deterministic_algorithms() -> None:
 
 
 def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:
-    """Record the data type of a model that is an object in the settings.
+    """Record the data type and the adapter of a model that is an object in the settings.
 
     Raises:
-        ValueError: the object is in float16, or a setting asks for another model than the object is.
+        ValueError: the object is in float16, its adapter cannot be trained, or a setting asks for another model than the object is.
     """
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise ValueError(
             "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
             "float32 (model_dtype; dtype=... of from_pretrained)"
+        )
+    if isinstance(model, PeftModel):
+        record_adapter(args, model)
+    elif any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            "the model holds the layers of an adapter that an earlier trainer or add_adapter has put into it: load the model again, "
+            "take the layers out (trainer.model.unload()), or pass the PeftModel (trainer.model) to continue with its adapter"
         )
     base = unwrap(model)
     dtype = str(base.dtype).removeprefix("torch.")
@@ -361,7 +375,7 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) ->
         ("quantization", (None,)),
         ("attn_implementation", (None, attention)),
         ("fsdp_size", (args.fsdp_size,) if is_sharded(base) else (None, 1)),
-        ("initial_adapter", (None,) if hasattr(model, "peft_config") else (args.initial_adapter,)),
+        ("initial_adapter", (None,) if isinstance(model, PeftModel) else (args.initial_adapter,)),
     ):
         if (value := getattr(args, name)) not in accepted:
             raise ValueError(
@@ -369,6 +383,36 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) ->
                 f"name instead, or leave {name} out"
             )
     args.model_dtype = dtype
+
+
+def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
+    """Record the adapter of a model in the settings.
+
+    Raises:
+        ValueError: the model has something else than one trainable LoRA adapter in float32 that is called "default".
+    """
+    adapters: dict[str, Any] = dict(model.peft_config)
+    kinds = {name: config.peft_type.value for name, config in adapters.items()}
+    if kinds != {"default": "LORA"}:
+        found = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
+        raise ValueError(
+            f"the model has the adapters {found}: expected one LoRA adapter called 'default'. Delete the others (delete_adapter), or "
+            "merge them into the base model (merge_and_unload) and add one by get_peft_model"
+        )
+    factors = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    if not any(factor.requires_grad for factor in factors):
+        raise ValueError("the model's adapter is frozen: load it by PeftModel.from_pretrained(..., is_trainable=True)")
+    if any(factor.dtype == torch.bfloat16 for factor in factors):
+        raise ValueError(
+            "the model's LoRA factors are bfloat16, in which small updates are rounded away: convert the base model before it gets "
+            "the adapter, and leave autocast_adapter_dtype of peft at True"
+        )
+    config = adapters["default"]
+    args.lora_r, args.lora_alpha, args.lora_dropout = config.r, config.lora_alpha, config.lora_dropout
+    targets = config.target_modules or []
+    targets = [targets] if isinstance(targets, str) else sorted(targets)
+    if targets != sorted(args.lora_target_modules):  # their order has no effect
+        args.lora_target_modules = targets
 
 
 def use_checkpoint_sampling(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:

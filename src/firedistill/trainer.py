@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -35,7 +35,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.checks import Preflight, check
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json, write_text, written_whole
 from firedistill.memory import (
@@ -68,7 +68,7 @@ from firedistill.run.identity import identity, model_fingerprint
 from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
-from firedistill.setup import load_setup
+from firedistill.setup import given_examples, load_setup
 from firedistill.step import (
     TrainingOrder,
     Update,
@@ -96,6 +96,7 @@ class StepRecord:
         uids: examples of its micro-batches so far.
         loss: summed over the updates of the step.
         grad_norms: before clipping, one per update.
+        of_method: what the method logs, apart from `metrics`, whose names it may not use.
         skipped: the present update changes neither student nor teacher.
         before_step, before_update: the policy that the step and the present update began with, where they are compared with it.
     """
@@ -104,6 +105,7 @@ class StepRecord:
     step_scale: float
     started: float
     metrics: Metrics = field(default_factory=Metrics)
+    of_method: Metrics = field(default_factory=Metrics)
     update: Update = field(default_factory=lambda: Update([], 0, 0))
     uids: list[str] = field(default_factory=list)
     loss: float | Tensor = 0.0
@@ -118,16 +120,18 @@ class SelfDistillTrainer(ResumableTrainer):
     """Feedback-based on-policy self-distillation.
 
     Args:
-        model: a causal language model or its name; `args.model` is loaded by default. It gets a LoRA adapter unless it already
-            has trainable adapter weights (`args.initial_adapter` continues from a saved one).
+        model: a causal language model, its name or folder, or a `PeftModel` with one LoRA adapter, whose training is continued;
+            `args.model` is loaded by default. Any other model gets a LoRA adapter (`args.initial_adapter` continues from a saved one).
         args: the settings; the trainer works on a copy.
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
         train_examples, eval_examples: examples, or rows with the fields of `Example` or the columns that the task reads; taken from the
             task by default.
         processing_class: the tokenizer; required with a model object.
-        callbacks, optimizers: as in `transformers.Trainer`. The rate of an optimizer takes the place of `args.learning_rate`.
+        callbacks, optimizers: as in `transformers.Trainer`. The optimizer holds parameters of the adapter, so that `model` must be a
+            `PeftModel`; its rate takes the place of `args.learning_rate`.
 
     Attributes:
+        config_class: the settings that the class takes.
         task: the task in a `GuardedTask`: `verify` always returns a verdict, `feedback` returns fields or raises `TaskFault`.
         last_metrics: the row of the last step.
         console_report: prints a line per step; None with `args.disable_tqdm`.
@@ -137,6 +141,7 @@ class SelfDistillTrainer(ResumableTrainer):
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
 
+    config_class: ClassVar[type[SelfDistillConfig]] = SelfDistillConfig
     train_dataset: TrainingOrder  # which Trainer declares more widely
 
     # The loss is already divided by the number of prompts over all micro-batches.
@@ -153,8 +158,13 @@ class SelfDistillTrainer(ResumableTrainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
     ):
+        args = self.config_class() if args is None else args
+        warm = isinstance(args, WarmStartConfig)
+        if warm != issubclass(self.config_class, WarmStartConfig):
+            kind, use = type(self).__name__, "WarmStartTrainer" if warm else self.config_class.__name__
+            raise ValueError(f"{kind} does not fit args, which is a {type(args).__name__}: use {use}")
         self.setup = load_setup(
-            args or SelfDistillConfig(),
+            args,
             model=model,
             tokenizer=processing_class,
             task=task,
@@ -162,6 +172,7 @@ class SelfDistillTrainer(ResumableTrainer):
             eval_examples=eval_examples,
         )
         if optimizers[0] is not None:
+            check_parameters(self.setup.model, optimizers[0])
             take_rate(self.setup.args, optimizers[0])
         args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
         self.eval_examples = self.setup.eval_examples
@@ -248,7 +259,8 @@ class SelfDistillTrainer(ResumableTrainer):
             )
         self.teacher.forget()
         wait_for_processes(self.model)
-        metrics.merge([sampled, selection.metrics, step.metrics, diagnostics])
+        metrics.merge([sampled, selection.metrics, step.metrics])
+        self.record.of_method.merge([diagnostics])
         if self.args.policy_kl_every and self.state.global_step % self.args.policy_kl_every == 0:
             with self.beside_training():
                 self.record.before_step = self.policy_now(selection.trained)
@@ -323,11 +335,11 @@ class SelfDistillTrainer(ResumableTrainer):
         self.teacher.forget()
         first = not record.grad_norms  # the student is still the one that was handed over
         if first and any(rollout.response.log_probs for rollout in rollouts):
-            metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
+            record.metrics.mean(rollout_kl=engine_gap(student, rollouts, Head.of(unwrap(self.model))))
         wait_for_processes(self.model)
         loss = loss * self.args.world_size  # distributed wrappers average over processes, but the shares add up
         record.loss += loss.detach()
-        record.metrics.merge([metrics])
+        record.of_method.merge([metrics])
         return loss
 
     def begin_update(self, update: Update, num_batches: int) -> list[list[tuple[Rollout, Any]]]:
@@ -451,15 +463,15 @@ class SelfDistillTrainer(ResumableTrainer):
         seconds = metrics.seconds
         seconds["seconds_update"] = total - seconds["seconds_rollout"] - seconds.get("seconds_score", 0.0)
         held = held_memory(self.args.device) if lockstep(self.model) is not None else None
-        ranks = gather_object([(metrics.on_host(), float(record.loss), held)])
-        row = over_processes(of_rank for of_rank, _, _ in ranks).row()
+        ranks = gather_object([(metrics.on_host(), record.of_method.on_host(), float(record.loss), held)])
+        row, of_method = (over_processes(rank[part] for rank in ranks).row() for part in (0, 1))
         naive, read = row.pop("naive_teacher_tokens", 0), row.pop("teacher_tokens", 0)
         norms, distance = record.grad_norms, self.teacher.weights.distance()
         self.counters["cumulative_generated_tokens"] += row["generated_tokens"]
         self.counters["cumulative_train_seconds"] += total
         own = {
             "step": self.state.global_step,
-            "loss": sum(loss for _, loss, _ in ranks) / len(ranks) / len(norms),
+            "loss": sum(loss for _, _, loss, _ in ranks) / len(ranks) / len(norms),
             "grad_norm": statistics.fmean(norms),
             **({"grad_norm_max": max(norms), "updates": len(norms)} if len(norms) > 1 else {}),
             "learning_rate": record.learning_rate,
@@ -470,17 +482,17 @@ class SelfDistillTrainer(ResumableTrainer):
             "teacher_tokens_saved": naive - read,
         }
         after = {
-            **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, held) in enumerate(ranks) if held is not None},
+            **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, _, held) in enumerate(ranks) if held is not None},
             **({} if distance is None else {"ema_distance": distance}),
             "skipped_update": record.skipped_updates,
             "skipped_updates": self.counters["skipped_updates"],
             **{name: count for name, count in self.failures().items() if count},
         }
-        if taken := sorted((own | after).keys() & row.keys()):
+        if taken := sorted((own | row | after).keys() & of_method.keys()):
             raise ValueError(
                 f"method {self.args.method} logs a metric {taken[0]!r}, which is a column of every method: give it another name"
             )
-        self.last_metrics = own | row | after
+        self.last_metrics = own | row | of_method | after
         if self.lock is not None:
             self.lock.check()
         if self.run_log is not None:
@@ -504,22 +516,33 @@ class SelfDistillTrainer(ResumableTrainer):
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------
 
     def evaluate(  # type: ignore[override]
-        self, eval_dataset: Sequence[Example] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+        self, eval_dataset: Iterable[Any] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ):
-        """Evaluate on the held-out examples, or on `eval_dataset`; writes a row of `evals.jsonl`.
+        """Evaluate on the held-out examples, which writes a row of `evals.jsonl` and the responses, or on others, which writes nothing.
+
+        Args:
+            eval_dataset: other examples, or rows as in `eval_examples` of the trainer.
+            ignore_keys: is not read.
+            metric_key_prefix: begins the names that are returned and logged.
 
         Returns:
             The columns of the row about responses (docs/run-directory.md), with the prefix `metric_key_prefix`; shares are in [0, 1].
+
+        Raises:
+            ValueError: a row of `eval_dataset` is no example and is not read by the task.
+            OutOfMemory (a ValueError): a single response does not fit.
+            RolloutError, JudgeError (OSErrors): vLLM or the judge failed.
         """
         resuming = self._random_state is not None  # an evaluation that the checkpoint's run did not make
         self.take_random_state()
-        examples = list(eval_dataset if eval_dataset is not None else self.eval_examples)
+        own = eval_dataset is None  # what follows belongs to the run then
+        examples = self.eval_examples if eval_dataset is None else given_examples(eval_dataset, self.task, "eval_dataset")
         found = evaluate_all(
             self.eval_engine,
             self.task,
             self.encoder,
             examples,
-            self.setup.also,
+            self.setup.also if own else {},
             self.args,
             self.model,
             self.on_progress,
@@ -529,19 +552,25 @@ class SelfDistillTrainer(ResumableTrainer):
         judge.total(**self.guarded.take_counts())
         of_judge = over_processes(gather_object([judge])).row()
         step = self.state.global_step
-        if self.run_log is not None:
-            self.run_log.evaluation({"step": step, **self.cumulative, **found.summary, **of_judge})
-        self.log_rollouts(found.greedy, step, prefix="eval")
-        self.log_rollouts(found.sampled, step, prefix="sampled")
+        if own:
+            if self.run_log is not None:
+                self.run_log.evaluation({"step": step, **self.cumulative, **found.summary, **of_judge})
+            self.log_rollouts(found.greedy, step, prefix="eval")
+            self.log_rollouts(found.sampled, step, prefix="sampled")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        self.evaluation_due = False
+        if own:
+            self.evaluation_due = False
         if step:
             self.settle()
         if resuming:
             self.keep_random_state()
         return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError: there are no labelled batches."""
+        raise ValueError("predict is for batches with labels: use evaluate(examples), which answers and judges the examples")
 
     # ---- The run directory ---------------------------------------------------------------------------------------------------
 
@@ -602,7 +631,7 @@ class SelfDistillTrainer(ResumableTrainer):
                 run's, or it is removed while the run trains.
             OutOfMemory (a ValueError): the smallest batch does not fit; names the options to change.
             RolloutError, JudgeError (OSErrors): vLLM or the judge failed; the run resumes from its last checkpoint.
-            ValueError: weights or optimizer state are not finite after a step.
+            ValueError: weights or optimizer state are not finite after a step; or this trainer has trained, and would start again.
         """
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):
@@ -744,10 +773,7 @@ class StepCallbacks(TrainerCallback):
             self.trainer.end_update()
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Write the row; evaluate after the last step, whatever `eval_steps` is."""
         self.trainer.finish_step()
-        if state.global_step >= state.max_steps and self.trainer.eval_examples:
-            control.should_evaluate = True
 
 
 def pair(found: Any, name: str, kind: Any, method: str) -> Any:
@@ -759,9 +785,20 @@ def pair(found: Any, name: str, kind: Any, method: str) -> Any:
     return found
 
 
+def check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError if an optimizer that the caller made holds no parameter that is trained."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if held.isdisjoint(id(parameter) for parameter in model.parameters() if parameter.requires_grad):
+        raise ValueError(
+            "the optimizer holds none of the adapter's parameters: pass a model that has its adapter already (get_peft_model), and an "
+            "optimizer of those of its parameters that require gradients"
+        )
+
+
 def take_rate(args: SelfDistillConfig, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer that the caller made has a rate of its own, which is the run's peak rate then."""
-    rate = float(max(group["lr"] for group in optimizer.param_groups))
+    # A schedule, which may have lowered "lr" for its warm-up, keeps the rate that it was given.
+    rate = float(max(group.get("initial_lr", group["lr"]) for group in optimizer.param_groups))
     if rate != args.learning_rate:
         logger.warning("learning_rate is that of the optimizer, %g, not %g", rate, args.learning_rate)
         args.learning_rate = rate

@@ -33,6 +33,7 @@ class WarmStartTrainer(SelfDistillTrainer):
         ValueError: a training example has no gold solution.
     """
 
+    config_class = WarmStartConfig
     args: WarmStartConfig
 
     @cached_property

@@ -42,11 +42,11 @@ def objective_class(name: str) -> type[Objective]:
     """The method of that name: registered, an entry point of an installed package, `module:Class`, or `file.py:Class`.
 
     Raises:
-        ValueError: no such method, or it cannot be imported.
+        ValueError: no such method, it cannot be imported, or it declares settings without being a dataclass.
     """
     if name in _REGISTRY:
         refuse_plugin(METHODS, name)
-        return _REGISTRY[name]
+        return with_settings(_REGISTRY[name], name)
     try:
         cls = load_object(name) if ":" in name else load_plugin(METHODS, name)
     except (ImportError, OSError, ValueError) as error:
@@ -58,6 +58,15 @@ def objective_class(name: str) -> type[Objective]:
         )
     if not (isinstance(cls, type) and issubclass(cls, Objective)):
         raise ValueError(f"method {name!r} is not a subclass of firedistill.objectives.Objective")
+    return with_settings(cls, name)
+
+
+def with_settings(cls: type[Objective], name: str) -> type[Objective]:
+    """The class, if its settings have the values that they declare; raises ValueError otherwise."""
+    # Not in `register`, which may come before or after `dataclass`.
+    declared = [key for kind in cls.__mro__ for key, value in vars(kind).items() if isinstance(value, dataclasses.Field)]
+    if declared:
+        raise ValueError(f"method {name!r} declares {', '.join(declared)} by setting(...), which needs @dataclass on the class")
     return cls
 
 

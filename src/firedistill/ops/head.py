@@ -168,6 +168,9 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
 
     Returns:
         A scalar in the dtype of the logits.
+
+    Raises:
+        ValueError: `token_loss` returns another shape.
     """
     trained = head.trained
     hidden_gradient = torch.zeros_like(hidden)
@@ -176,7 +179,11 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
     for rows in chunks(hidden, head):
         with torch.enable_grad(), float32_sums():
             chunk = hidden[rows].detach().requires_grad_()
-            value = (token_weights[rows] * token_loss(head(chunk), rows)).sum()
+            losses = token_loss(head(chunk), rows)
+            if losses.shape != chunk.shape[:1]:  # it would broadcast
+                shape = list(losses.shape)
+                raise ValueError(f"token_loss returned the shape {shape} for {len(chunk)} tokens: expected one loss per token")
+            value = (token_weights[rows] * losses).sum()
             gradients = torch.autograd.grad(value, [chunk, *trained])
         hidden_gradient[rows] = gradients[0]
         for accumulated, gradient in zip(head_gradients, gradients[1:], strict=True):

@@ -123,13 +123,16 @@ class Sampler:
 
         Args:
             prefixes: token ids with which each response begins, verbatim; they count towards `max_new_tokens`.
+
+        Raises:
+            ValueError: the engine returns another number of responses.
         """
         prefixes = prefixes if prefixes is not None else [[]] * len(prompts)
         limits = [self.sampling.max_new_tokens - len(prefix) for prefix in prefixes]
         continued = [prompt.token_ids + prefix for prompt, prefix in zip(prompts, prefixes, strict=True)]
         verdicts = Verdicts(self.task, self.encoder, prompts, prefixes)
         with verdicts.beginning_early(self.engine):
-            sampled = self.engine.generate(continued, self.sampling, self._next_seed(), self.progress, limits)
+            sampled = self.generate(continued, self.progress, limits)
         responses = [verdicts.begin(index, response) for index, response in enumerate(sampled)]
         rollouts = []
         for index, (prompt, prefix, response) in enumerate(zip(prompts, prefixes, responses, strict=True)):
@@ -154,10 +157,16 @@ class Sampler:
         assert self.teacher is not None  # the trainer passes it
         requests = [self._draft_prompt(prompt) for prompt in prompts]
         with self.teacher.weights.applied():
-            drafts = iter(
-                self.engine.generate([request for request in requests if request is not None], self.sampling, self._next_seed())
-            )
+            drafts = iter(self.generate([request for request in requests if request is not None]))
         return [[] if request is None else next(drafts).token_ids for request in requests]
+
+    def generate(self, prompts: Sequence[list[int]], *options: Any) -> list[Response]:
+        """The engine's responses to these prompts."""
+        found = list(self.engine.generate(prompts, self.sampling, self._next_seed(), *options))
+        if len(found) != len(prompts):
+            name = type(self.engine).__name__
+            raise ValueError(f"generate of the engine {name} returned {len(found)} responses to {len(prompts)} prompts")
+        return found
 
     def _draft_prompt(self, prompt: Prompt) -> list[int] | None:
         assert self.teacher is not None

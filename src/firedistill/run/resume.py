@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import gather_object
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -69,6 +69,7 @@ class ResumableTrainer(Trainer):
         settings.save_only_model = False
         self._random_state: dict[str, Any] | None = None  # of the checkpoint, until the first step takes it
         self._allowed_changes: dict[str, str] = {}
+        self._initial = True  # weights, optimizer and teacher are those that the trainer was made with
         self._settled: dict[str, Any] | None = None  # the random state at the end of the last step, until an update begins
         self.stop = StopRequest(self, self.args.stop_within)
         self.add_callback(self.stop)
@@ -105,6 +106,11 @@ class ResumableTrainer(Trainer):
         """Train while this process holds the run directory."""
         wanted = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
         self.resumed_from = folder = self.checkpoint_to_resume(wanted, allow_changes)
+        if folder is None and not self._initial:
+            raise ValueError(
+                "this trainer has trained already, so that it would not start from the initial weights: make a new one, with a model "
+                "that is loaded again, or resume from a checkpoint"
+            )
         step = 0
         if folder is not None:
             step = checkpoints.step_of(folder)
@@ -119,6 +125,8 @@ class ResumableTrainer(Trainer):
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
         self.begin_run(step)
+        self.remove_callback(self.stop)
+        self.add_callback(self.stop)  # the last one: any other may end the run
         with self.stop:
             try:
                 result = super().train(resume_from_checkpoint=str(folder) if folder is not None else None, **kwargs)
@@ -157,6 +165,7 @@ class ResumableTrainer(Trainer):
 
     def _load_rest(self, folder: Path) -> None:
         """Load everything but weights, optimizer and schedule."""
+        self._initial = False
         states = checkpoints.load_state(folder, "random_state")
         if not isinstance(states, list):
             raise CheckpointError(f"{folder / 'random_state.json'} holds no list of states; use an earlier checkpoint")
@@ -215,7 +224,7 @@ class ResumableTrainer(Trainer):
 
     def unsettle(self) -> None:
         """An update begins."""
-        self._settled = None
+        self._settled, self._initial = None, False
 
     def restore_settled(self) -> None:
         """Undo what a step changes before its first update."""
@@ -229,7 +238,11 @@ class ResumableTrainer(Trainer):
             self.restore_settled()
             if not checkpoints.checkpoint_folder(self.args.run_dir, step).is_dir():
                 self._save_checkpoint(self.model, None)
-            logger.warning("what followed step %d took longer than stop_within (%g s): dropped", step, self.stop.within)
+            logger.warning(
+                "the work after step %d did not end within stop_within (%g s) and is discarded; rerun the command to resume",
+                step,
+                self.stop.within,
+            )
         else:
             last = checkpoints.newest_checkpoint(self.args.run_dir)
             kept = f"{last.name} remains" if last is not None else "there is no checkpoint yet"
@@ -324,18 +337,53 @@ class ResumableTrainer(Trainer):
                 "the connection, HF_TOKEN and hub_model_id, or train without push_to_hub"
             ) from error
 
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message: str | None = None,
+        *,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+    ) -> CommitInfo | None:
+        """Upload adapter, tokenizer and model card as they are now. Nothing else is uploaded, and the run directory stays as it is.
+
+        Args:
+            commit_message: "step N" by default.
+            token, revision, private: `args.hub_token`, `args.hub_revision` and `args.hub_private_repo` by default.
+
+        Returns:
+            The commit; None on all but the main process.
+
+        Raises:
+            ValueError: the repository cannot be created.
+            Exception: whatever `HfApi.upload_folder` raises.
+        """
+        token = self.args.hub_token if token is None else token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token, private)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_model(folder, _internal_call=True)
+            if self.is_world_process_zero():
+                return self.upload(Path(folder), commit_message, token, revision)
+        return None
+
+    def upload(
+        self, folder: Path, message: str | None = None, token: str | None = None, revision: str | None = None
+    ) -> CommitInfo:
+        """Upload adapter, tokenizer and model card from a folder. (Trainer would upload its arguments as a pickle, too.)"""
+        return HfApi().upload_folder(
+            repo_id=str(self.hub_model_id),
+            folder_path=folder,
+            allow_patterns=["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"],
+            commit_message=message or f"step {self.state.global_step}",
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+        )
+
     def push(self, folder: Path) -> None:
-        """Upload adapter, tokenizer and model card; a failure is logged. (Trainer would upload its arguments as a pickle, too.)"""
-        names = ["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"]
+        """`upload` during a run; a failure is logged."""
         try:
-            HfApi().upload_folder(
-                repo_id=str(self.hub_model_id),
-                folder_path=folder,
-                allow_patterns=names,
-                commit_message=f"step {self.state.global_step}",
-                token=self.args.hub_token,
-                revision=self.args.hub_revision,
-            )
+            self.upload(folder)
         except Exception as error:
             logger.error(
                 "the upload to %s failed (%s: %s); later: hf upload %s %s",

@@ -44,7 +44,7 @@ class StopRequest(TrainerCallback):
     have a handler. The first signal is recorded. A second Ctrl-C raises KeyboardInterrupt; so does a second SIGTERM
     after a second, since launchers repeat signals. Outside the main thread, where Python cannot handle signals, it does nothing.
     As a callback, it stops the trainer. An evaluation that the last step requires is left to the resumed run, since the sender of the
-    signal may not wait for it.
+    signal may not wait for it. The last step of a run that another callback ends is evaluated and saved, as that of a whole run.
 
     A process of torchrun whose launcher has ended stops as if it had received SIGTERM. Once one process has ended, torchrun sends
     SIGTERM to the others: one that has left the context with an error ends `TO_REPORT` seconds later, after it has reported the error.
@@ -128,6 +128,9 @@ class StopRequest(TrainerCallback):
                 self._record(signal.SIGTERM, None)
 
     def on_step_end(self, args, state, control, **kwargs):
+        if control.should_training_stop:  # the last step, whatever `eval_steps` and `save_steps` are
+            control.should_evaluate = self.trainer.eval_dataset is not None
+            control.should_save = args.save_strategy != "no"
         self.trainer.evaluation_due = control.should_evaluate
         self.trainer.settle()
         if self._requested():
@@ -137,6 +140,8 @@ class StopRequest(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step and self._requested():
             control.should_save = control.should_training_stop = True
+        elif state.global_step and control.should_training_stop:  # by a callback that stops early
+            control.should_save = args.save_strategy != "no"
 
     def _requested(self) -> bool:
         """Whether any process has recorded a signal; called by all of them together."""

@@ -75,6 +75,8 @@ class GuardedTask:
         return {}
 
     def __getattr__(self, name: str) -> Any:
+        if name == "task" or name.startswith("__"):  # what `copy` and `pickle` ask a new object, which has no task yet
+            raise AttributeError(name)
         return getattr(self.task, name)
 
     @property
