@@ -112,7 +112,10 @@ NUMBERS = {
     "invisible": {
         "42\u200b": 42, "\u202e42": 42, "\ufeff42": 42, "4\u200d2": 42, "1\u00a0apple": 1, "42\u00a0": 42, "42\x00": 42,
     },
-    "magnitudes": {"2 million": 2_000_000, "2.5 million dollars": 2_500_000, "-3 thousand": -3000, "5 hundred": 500},
+    "magnitudes": {
+        "2 million": 2_000_000, "2.5 million dollars": 2_500_000, "-3 thousand": -3000, "5 hundred": 500, "$2.5bn": 2_500_000_000,
+        "3 Mio": 3_000_000, "2 mrd": 2_000_000_000, "5 lakh": 500_000, "2 crore": 20_000_000, "7 dozen": 7, "30 mn": 30, "5MB": 5,
+    },
 }  # fmt: skip
 NO_NUMBERS = {
     "nothing": [

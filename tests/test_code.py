@@ -146,6 +146,17 @@ def test_a_check_that_is_more_than_assertions_runs_as_a_whole():
     assert (test.run.kind, test.run.text, test.outside) == ("exec", "check(same)", False) and "def check" in setup
 
 
+def test_helpers_stand_beside_the_tests():
+    texts = [
+        "import math",
+        "def test_input():\n    return 1, 2",
+        "assert add(*test_input()) == 3",
+        "if __name__ == '__main__':\n    check(add)",
+    ]
+    tests, setup = read_tests(texts, "add")
+    assert len(tests) == 1 and "import math" in setup and "def test_input" in setup
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
@@ -157,6 +168,20 @@ def test_a_check_that_is_more_than_assertions_runs_as_a_whole():
         ({"tests": [{"call": {"not a name": 1}, "expect": 2}]}, "is not a call"),
         ({"tests": [{"call": [[float("inf")]], "expect": 2}]}, "is not a call whose arguments are JSON values"),
         ({"tests": ["import math"]}, "field 'tests' holds no test"),
+        *(
+            (
+                {"tests": ["assert add(1, 2) == 3", text]},
+                r"test 2: '.*' would not test the program; write assertions at the top level",
+            )
+            for text in (
+                "def test_more():\n    assert add(5, 5) == 10",
+                "class More(TestCase):\n    def test_zero(self):\n        self.assertEqual(add(0, 0), 0)",
+                "for k in range(3):\n    assert add(k, 0) == k",
+                "try:\n    add(1, 'a')\n    assert False\nexcept TypeError:\n    pass",
+                "add(2, 2) == 4",
+                "total = add(1, 2)\nassert total == 3",
+            )
+        ),
         ({"prompt": " "}, "field 'prompt': expected text, found only blanks"),
         ({"entry_point": None}, "field 'entry_point' is missing: name the function that the tests call"),
         ({"tests": None}, "field 'tests' is missing"),

@@ -10,6 +10,7 @@ import logging
 import random
 import threading
 import time
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -30,6 +31,7 @@ from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.identity import data_fingerprint
 from firedistill.step import select_rollouts
 from firedistill.tasks import DataError, TableTask
+from firedistill.tasks.code import CodeTask
 from firedistill.tasks.coroutines import Loop
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.teacher import Teacher
@@ -91,9 +93,14 @@ def test_numbers_with_a_decimal_comma_are_pointed_out():
         (["0,5", "3"], "several numbers, not a decimal comma, in 1 of them, the first '0,5'"),
         (["1; 2", "3"], None),
     ):
-        task = load_task([{"question": str(i), "answer": answer} for i, answer in enumerate(answers)])
-        task.prepare()
-        assert [text for text in task.guesses if text.startswith("several")] == [guess] * (guess is not None)
+        rows = [{"question": str(i), "answer": answer} for i, answer in enumerate(answers)]
+        for answer in (None, "numeric"):
+            task = load_task(rows, answer=answer)
+            task.prepare()
+            assert [text for text in task.guesses if text.startswith("several")] == [guess] * (guess is not None)
+    task = load_task([{"question": str(i), "answer": answer} for i, answer in enumerate(("1,5", "a", "b"))])
+    task.prepare()
+    assert not [text for text in task.guesses if text.startswith("several")]  # they are texts
 
 
 def test_near_misses_change_the_answer_and_not_its_marker():
@@ -110,6 +117,14 @@ def test_the_split_does_not_depend_on_seed_or_order_of_rows_and_keeps_repeated_q
     assert contents(found.examples("eval", seed=5)) == held_out
     assert not contents(found.examples("train")) & held_out
     assert "7 rows: the same question and answer as an earlier row" in caplog.text
+
+
+def test_a_quoted_name_may_hold_the_other_delimiter(tmp_path):
+    (tmp_path / "my.csv").write_text('"question, in full";answer\nWhat is 1 + 1?;2\n', encoding="utf-8")
+    found = load_task(str(tmp_path / "my.csv"), columns={"question": "question, in full"}, eval_data=ROWS[:1])
+    with pytest.raises(DataError, match="column 'question, in full' is missing"):
+        found.check()  # of `eval_data`
+    assert found.known_columns == ["question, in full", "answer"]
 
 
 def test_a_data_set_gives_the_rows_that_a_list_gives():
@@ -267,6 +282,12 @@ def test_no_bytes_end_in_another_error(name, tmp_path):
         ({"question": "?", "answer": 1}, {"answer": "regex:("}, "not a regular expression"),
         ({"question": "?", "answer": 1}, {"bad_rows": "drop"}, "bad_rows is 'drop': expected 'refuse' or 'skip'"),
         ({"question": "?", "answer": 1}, {"feedback": {"full": "?"}}, "feedback names a field 'full'"),
+        ({"question": "?", "answer": 1}, {"feedback": {"verifer": ""}}, "verifer= removes no field; did you mean verifier"),
+        (
+            {"question": "?", "answer": 1},
+            {"feedback": {"x": "answer"}},
+            "feedback x=answer is the same text in every row: write x={answer}",
+        ),
         ({"question": "?", "answer": 1}, {"feedback": {"x": 1}}, "feedback x is 1: expected a text"),
         ({"question": "?", "answer": 1}, {"columns": {"answer": 1}}, "columns answer is 1: expected the name"),
         ({"question": "?", "answer": 1}, {"eval_data": "test"}, "eval_data is 'test'"),
@@ -375,6 +396,12 @@ def test_a_number_that_is_also_the_text_of_an_option_is_refused():
     assert [e.answer for e in both(load_task(rows, answer="choice:0"))] == ["A", "B", "C"]
 
 
+def test_golds_that_are_texts_of_options_are_no_letters():
+    rows = [{"question": f"q{n}", "choices": ["O", "AB", "A", "B"], "answer": n} for n in ("O", "AB", "A", "B")]
+    assert [e.answer for e in both(load_task(rows))] == ["A", "B", "C", "D"]
+    assert [e.answer for e in both(load_task([*rows[2:], {**rows[0], "answer": "D"}]))] == ["A", "B", "D"]  # letters
+
+
 VERDICTS = [
     ("numeric", "1,200", "#### 1200", True),
     ("numeric", "Some working.\n#### 72", "#### 72", True),
@@ -406,9 +433,23 @@ def test_verdicts_of_every_kind(answer, gold, response, right):
 
 
 def test_golds_that_are_not_of_their_kind_are_bad_rows():
-    for answer, gold in (("json", "{"), ("numeric", "11:30"), ("exact", {"a": 1}), ("exact", []), ("numeric", float("nan"))):
+    for answer, gold in (
+        ("json", "{"),
+        ("json", None),
+        ("numeric", "$1.5M"),
+        ("numeric", "11:30"),
+        ("exact", {"a": 1}),
+        ("exact", []),
+        ("numeric", float("nan")),
+    ):
         with pytest.raises(DataError, match="row 2: column 'answer'"):
             load_task([{"question": "?", "answer": 1}, {"question": "!", "answer": gold}], answer=answer).check()
+
+
+def test_decimals_of_parquet_are_numbers(tmp_path):
+    rows = [{"question": f"q{n}", "answer": Decimal(n) / 4} for n in range(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "my.parquet")
+    assert [e.answer for e in both(load_task(str(tmp_path / "my.parquet")))] == ["0", "1/4", "1/2", "3/4", "1"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the extra [math]")
@@ -457,6 +498,30 @@ def test_fields_are_added_replaced_and_left_out():
     assert fields[second.uid][2:] == (FeedbackField("format", "As 2."), FeedbackField("hint", "Hint: Double 1. {}"))
     assert [f.name for f in fields[first.uid]] == ["verifier", "provenance", "format"]  # its hint is null
     assert data_fingerprint(both(found)) != data_fingerprint(both(load_task(rows)))
+
+
+def test_nan_is_a_missing_value():
+    nan = float("nan")
+    rows = [dict(row, hint=nan, solution=nan) if n == 0 else row for n, row in enumerate(ROWS)]
+    first, second = both(load_task(rows, feedback={"hint": "{hint}"}))[:2]
+    assert not first.feedback and first.solution == "#### 0" and second.feedback
+    wide = [{"question": f"q{n}", "A": "x", "B": "y", "C": last, "answer": "B"} for n, last in enumerate(("z", nan))]
+    assert [len(e.options) for e in both(load_task(wide, columns={"options": "A,B,C"}))] == [3, 2]
+    with pytest.raises(DataError, match="row 21: column 'question' is empty"):
+        load_task([*ROWS, {"question": nan, "answer": 1}]).check()
+
+
+def test_what_judges_an_answer_is_part_of_the_data():
+    def verdicts_by(rows):
+        return data_fingerprint(task(rows)(lambda row, response: True).examples("train"))
+
+    changed, unordered = ([dict(row, limit=value) for row in ROWS] for value in (3, {0, 8}))
+    assert len({verdicts_by(ROWS), verdicts_by(changed), verdicts_by(unordered)}) == 3
+    assert verdicts_by(unordered) == verdicts_by([dict(row, limit={8, 0}) for row in ROWS])
+    assert verdicts_by([dict(ROWS[0], part=object())] * 5) == verdicts_by([dict(ROWS[0], part=object())] * 5)
+    row = {"prompt": "Write `add`.", "entry_point": "add", "tests": ["assert add(1, 2) == 3"]}
+    programs = [row, {**row, "tests": ["assert add(1, 2) == 4"]}, {**row, "tests": ["import math\nassert add(1, 2) == 3"]}]
+    assert len({data_fingerprint([CodeTask().example(each, "u")]) for each in programs}) == 3
 
 
 @pytest.mark.parametrize(
@@ -547,6 +612,8 @@ def test_a_run_on_a_file_is_evaluated_and_resumed_with_its_columns(tmp_path, mon
     assert Path(run).name == "base-my.jsonl-fire-lr4e-06-seed0"
     assert main(["eval", run]) == 0 and main([*line.split(), "--max_steps=2"][:-1]) == 0
     write_jsonl(tmp_path / "my.jsonl", [{"prompt": row["question"], "result": row["answer"], "hint": "Other."} for row in ROWS])
+    other = write_jsonl(tmp_path / "other.jsonl", [{"prompt": row["question"], "result": row["answer"]} for row in ROWS])
+    assert main(["eval", run, "--task", other]) == main(["eval", run, "--task", "arithmetic:easy"]) == 0
     capsys.readouterr()
     assert main(line.split()) == 2
     assert "train_data was" in capsys.readouterr().err  # the hints are part of the data
@@ -568,6 +635,10 @@ def test_functions_that_return_rows():
 
     assert [e.question.split()[0] for e in words.examples("eval")] == ["eval"] * 3
 
+    empty = task(columns={"question": "q"})(lambda split: [{"q": "?", "answer": 1}] if split == "train" else [])
+    with pytest.raises(DataError, match="split 'eval', has no rows"):
+        empty.check()
+
     @task()
     def broken():
         raise KeyError("no")
@@ -577,7 +648,10 @@ def test_functions_that_return_rows():
 
 
 def test_a_verifier_is_a_function():
-    @task(ROWS, feedback={"length": lambda row, response, verdict: f"{len(response)} characters, {row['hint']}", "parser": ""})
+    def length(row, response, verdict):
+        return f"{len(response)} characters, {row['hint']}"
+
+    @task(ROWS, feedback={"length": length, "parser": "", "blank": lambda row, response, verdict: ""})
     def even(row, response):
         return len(response) % 2 == 0 if response != "?" else "perhaps"
 

@@ -105,6 +105,15 @@ def asked(path, response="4", example=EXAMPLE, columns=()):
         ({"verdict": "other"}, r"verdict is 'other': expected a key of reply \(remark\)"),
         ({"verdict": "remark"}, "verdict is 'remark', a string: expected a boolean"),
         ({"threshold": 0.5}, "threshold is 0.5: expected a share of the points of criteria"),
+        *(
+            (
+                {"reply": {"grade": {"type": "integer", **limits}}, "verdict": "grade", "threshold": threshold},
+                f"threshold is {threshold}, by which all replies from 1 to 5 get the same verdict",
+            )
+            for limits in ({"minimum": 1, "maximum": 5}, {"enum": [1, 3, 5]})
+            for threshold in (1, 6)
+        ),
+        ({"reply": {"grade": {"type": "integer", "minimum": 5, "maximum": 1}}}, "grade: minimum is 5, above maximum, 1"),
         ({"prompt": "Judge this."}, r"prompt: expected \{response\} in it"),
         ({"concurrency": 0}, "concurrency is 0: expected at least 1"),
         ({"timeout": "soon"}, "timeout is 'soon': expected a number"),

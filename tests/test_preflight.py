@@ -14,7 +14,15 @@ import torch
 
 import firedistill
 from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, Verdict, checks, load_task
-from firedistill.checks import CHECKED, check, check_adapter, check_memory, check_options_without_effect, check_settings
+from firedistill.checks import (
+    CHECKED,
+    check,
+    check_adapter,
+    check_memory,
+    check_options_without_effect,
+    check_settings,
+    gold_responses,
+)
 from firedistill.cli import main as cli
 from firedistill.footprint import memory_of_step
 from firedistill.models import tokens
@@ -24,6 +32,7 @@ from firedistill.objectives.full_context import FullContext
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.recipes import build_config, built_in_recipes
 from firedistill.setup import load_setup
+from firedistill.tasks.code import CodeTask
 from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -97,6 +106,13 @@ def test_the_golds_of_built_in_tasks_pass(name, model, tmp_path):
     task = load_task(name)
     texts = found(model, tmp_path, task, task.examples("train", 64), task.examples("eval", 8))
     assert not [text for level in ("error", "warning") for text in texts[level] if "gold" in text]
+
+
+def test_programs_have_golds_only_where_the_rows_have_solutions():
+    task = CodeTask()
+    row = {"prompt": "Write `add`.", "entry_point": "add", "tests": ["assert add(1, 2) == 3"]}
+    solved = {**row, "solution": "def add(a, b):\n    return a + b"}
+    assert [len(gold_responses(SimpleNamespace(task=task), task.example(each, "u"))) for each in (row, solved)] == [0, 1]
 
 
 def test_large_data_is_sampled_evenly_and_fast(model, tmp_path):

@@ -195,7 +195,16 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_averaged(tmp_path):
     groups = {group.label: [run.name for run in group.runs] for group in study.settings[0].groups}
     assert groups == {"FIRE (temperature 0.8)": ["a", "b"], "FIRE (temperature 0.5)": ["c"]}
     assert study.notes == ["d is excluded: b has the same settings and the same seed."]
+
     assert len({group.line for group in study.settings[0].groups}) == 2
+
+
+def test_of_two_equal_runs_the_finished_one_stays(tmp_path):
+    write_run(tmp_path / "a", steps=5)
+    write_run(tmp_path / "b")
+    study = read_study([tmp_path / "a", tmp_path / "b"])
+    assert [run.name for _, group in study.groups for run in group.runs] == ["b"]
+    assert "a is excluded: b has the same settings and the same seed." in study.notes
 
 
 def test_settings_that_make_no_difference():

@@ -246,7 +246,7 @@ def check_examples(setup: Setup) -> Iterator[Finding]:
 def gold_responses(setup: Setup, example: Example) -> list[str]:
     """Responses that must be right: the gold solution, and the gold answer on the task's final line."""
     answer = str(example.answer)
-    short = [f"{setup.task.final_marker} {answer}".strip()] if answer.strip() else []
+    short = [f"{setup.task.final_marker} {answer}".strip()] if answer.strip() and setup.task.answer_type != "program" else []
     return [*([example.solution] if example.solution else []), *short]
 
 

@@ -23,14 +23,15 @@ from firedistill.models.sharding import lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import View, shown_prompt, teacher_messages
-from firedistill.recipes import built_in_recipes, option_groups, read_recipe
+from firedistill.recipes import built_in_recipes, default_of, option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
 from firedistill.run.console import accuracy_line
 from firedistill.run.log import last_row
 from firedistill.setup import Setup, load_setup
-from firedistill.tasks import Example
+from firedistill.suites.plan import absolute
+from firedistill.tasks import Example, names_rows
 from firedistill.tasks.guard import GuardedTask
 from firedistill.teacher import Teacher
 from firedistill.terminal import quiet_libraries, visible
@@ -41,6 +42,8 @@ SAMPLED = {"temperature", "top_p", "top_k", "score_tokens_per_forward"}
 """Options that sampled responses depend on, and greedy ones do not."""
 OF_RUN = {"task", "model", "data_dir", "initial_adapter", "method"}
 """Options that define a run."""
+OF_THE_ROWS = {"feedback", "eval_data"}
+"""Options about one's own data that other rows do not share."""
 # The options that a command reads: all of some groups, but for those that only training reads, and more.
 OF_BOTH = {"seed", "deterministic", "output_dir", "eval_subset_seed", "use_cpu", "ddp_backend", "ddp_timeout", "tf32"}
 OF_TRAINING = {"train_size", "ema_rate", "drop_unfinished_rollouts", "gradient_checkpointing"}
@@ -78,9 +81,20 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
                 f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint: {recipe}/checkpoint-N"
             )
         settings = {**settings, "initial_adapter": str(adapter)}
+    if recipe is not None and "task" in settings:
+        settings = {**about_another_task(settings["task"], read_recipe(recipe).get("task")), **settings}
     quiet_libraries()
     supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
     return config_of(WarmStartConfig if supervised else SelfDistillConfig, recipe, settings)
+
+
+def about_another_task(task: str, own: Any) -> dict[str, Any]:
+    """The options about the data of a recipe or run, `own`, that another task does not take over, with their defaults: those of columns
+    and answers may hold for other rows too."""
+    if absolute("task", task) == absolute("task", own):
+        return {}
+    options = option_groups(SelfDistillConfig)["Your own data"]
+    return {option.name: default_of(option) for option in options if option.name in OF_THE_ROWS or not names_rows(task)}
 
 
 def setup_for(config: SelfDistillConfig, teacher: bool = True) -> Setup:
@@ -116,7 +130,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
             "firedistill eval RUN|ADAPTER|RECIPE [--task NAME] [--eval_size N] [--json] ...\n\n"
             "Greedy accuracy on held-out problems. RUN is a run directory (its adapter is used), ADAPTER the folder of an\n"
             "adapter or a checkpoint, RECIPE as in train. --json prints one JSON object.\n"
-            "--eval_samples N adds sampled accuracy, pass@k, entropy and distinct answers, --eval_also TASK further tasks."
+            "--eval_samples N adds sampled accuracy, pass@k, entropy and distinct answers, --eval_also TASK,... further tasks."
         )
         return 0
     options = parse("eval", arguments)

@@ -186,7 +186,7 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     for method, members in partition(runs, lambda run: run.method).items():
         for values, part in split_by_settings(members):
             by_seed: dict[int, Run] = {}
-            for run in part:
+            for run in sorted(part, key=lambda run: not run.finished):
                 if run.seed in by_seed:
                     notes.append(f"{run.name} is excluded: {by_seed[run.seed].name} has the same settings and the same seed.")
                 by_seed.setdefault(run.seed, run)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,21 @@ def data_fingerprint(examples: Sequence[Example]) -> str:
 def added(example: Example) -> tuple[Any, ...]:
     """What only the rows of one's own data have; an example without it has the fingerprint of its other texts."""
     metadata = example.metadata if isinstance(example.metadata, Mapping) else {}
-    return example.history, example.feedback, metadata.get("accepted"), metadata.get("kept")
+    judged_by = (steady(metadata.get(name)) for name in ("row", "tests", "setup"))
+    return example.history, example.feedback, metadata.get("accepted"), metadata.get("kept"), *judged_by
+
+
+def steady(value: Any) -> Any:
+    """A value as something whose `repr` is the same in another process, whatever the addresses of objects and the order of sets."""
+    if isinstance(value, Mapping):
+        return [(steady(name), steady(item)) for name, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [steady(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(steady(item)) for item in value)
+    if is_dataclass(value):
+        return [type(value).__name__, *(steady(getattr(value, declared.name)) for declared in fields(value))]
+    return value if value is None or isinstance(value, str) else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 @torch.no_grad()

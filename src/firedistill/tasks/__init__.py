@@ -78,8 +78,7 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
         )
     prefix, colon, rest = name.partition(":")
     published = name in TASKS or prefix in GENERATED
-    plugin = not published and name in imports.plugins(imports.TASKS)
-    if not published and not plugin and not prefix.endswith(".py") and names_data(name):
+    if names_rows(name):
         table = TableTask(name, **{**verifier, **options})
         table.prepare()
         return table
@@ -92,7 +91,7 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
         imports.refuse_plugin(imports.TASKS, prefix)
     if name in TASKS:
         return TASKS[name]()
-    if plugin:
+    if not published and name in imports.plugins(imports.TASKS):
         return _as_task(imports.load_plugin(imports.TASKS, name), name)
     if prefix == "arithmetic":
         from firedistill.tasks.arithmetic import Arithmetic
@@ -123,6 +122,13 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
             text = f"unknown task: found no module {prefix!r} on the Python path or in {os.getcwd()}."
             raise ValueError(f"{text}{_suggestion(prefix)} {_known_names()}") from error
     raise _unknown(name)
+
+
+def names_rows(name: str) -> bool:
+    """Whether the name of a task is that of rows of one's own, which take options such as `columns`."""
+    prefix = name.partition(":")[0]
+    known = name in TASKS or prefix in GENERATED or name in imports.plugins(imports.TASKS)
+    return not known and not prefix.endswith(".py") and names_data(name)
 
 
 def undecided(row: Mapping[str, Any], response: str) -> bool:

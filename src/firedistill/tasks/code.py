@@ -346,6 +346,10 @@ def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest]
             else:
                 beside.append(ast.unparse(statement))
                 tests.append(UnitTest(Snippet("exec", f"{statement.name}({entry_point})"), outside=False))
+        elif not _calls_check(statement) and _is_lost(statement, entry_point):
+            shown = repr(ast.unparse(statement).splitlines()[0][:80])
+            fix = "write assertions at the top level, or in a function check(candidate)"
+            raise DataError(f"{where}: {shown} would not test the program; {fix}")
         elif not _calls_check(statement):
             beside.append(ast.unparse(statement))
     return tests, beside
@@ -371,6 +375,21 @@ class _Renamed(ast.NodeTransformer):
         if node.id not in self.names:
             return node
         return ast.copy_location(ast.parse(self.names[node.id], mode="eval").body, node)
+
+
+def _is_lost(statement: ast.stmt, entry_point: str) -> bool:
+    """Whether a statement beside the assertions is a test that would not run, or would run before the program: a test of pytest or
+    unittest, an assertion in a loop, a comparison without `assert`, a call of the program."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+        returns = any(isinstance(part, ast.Return) and part.value is not None for part in ast.walk(statement))
+        return statement.name.startswith("test") and not returns
+    if isinstance(statement, ast.ClassDef):
+        return any(getattr(part, "name", "").startswith("test") for part in statement.body)
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+        return True
+    names = {part.id for part in ast.walk(statement) if isinstance(part, ast.Name)}
+    calls_program = re.split(r"\W", entry_point)[0] in names and "check" not in names
+    return calls_program or any(isinstance(part, ast.Assert) for part in ast.walk(statement))
 
 
 def _calls_check(statement: ast.stmt) -> bool:

@@ -220,6 +220,13 @@ def checked(file: JudgeFile) -> JudgeFile:
             raise ValueError(
                 f"verdict is {file.verdict!r}, a {kind}: expected a boolean, or a number with the smallest correct one as threshold"
             )
+        if file.threshold is not None:
+            least, most = limits_of(schema[file.verdict])
+            if not least < file.threshold <= most:
+                raise ValueError(
+                    f"threshold is {file.threshold:g}, by which all replies from {least:g} to {most:g} get the same verdict: expected "
+                    f"more than the smallest {file.verdict} and at most the largest"
+                )
     elif file.threshold is not None and not (file.criteria and 0 < file.threshold <= 1):
         raise ValueError(f"threshold is {file.threshold:g}: expected a share of the points of criteria, above 0 and at most 1")
     if not (names or file.decides):
@@ -300,11 +307,19 @@ def schema_entry(name: str, entry: Any) -> dict[str, Any]:
             raise ValueError(
                 f"{where}{limit} is {shortened(repr(found[limit]), 80)}: expected a number, for a type integer or number"
             )
+    if found.get("minimum", -math.inf) > found.get("maximum", math.inf):
+        raise ValueError(f"{where}minimum is {found['minimum']}, above maximum, {found['maximum']}")
     if "enum" in found:
         choices = found["enum"]
         if not isinstance(choices, list) or not choices or any(wrong_value(choice, {"type": kind}) for choice in choices):
             raise ValueError(f"{where}enum: expected a list of {TYPES[kind][1]}, one or more")
     return found
+
+
+def limits_of(entry: Mapping[str, Any]) -> tuple[float, float]:
+    """The smallest and the largest number that a schema allows."""
+    given = entry.get("enum") or [-math.inf, math.inf]
+    return max(min(given), entry.get("minimum", -math.inf)), min(max(given), entry.get("maximum", math.inf))
 
 
 # ---- Replies ----------------------------------------------------------------------------------------------------------------

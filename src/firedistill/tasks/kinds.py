@@ -7,6 +7,7 @@ import json
 import math
 import re
 import unicodedata
+from decimal import Decimal
 from typing import Any
 
 from firedistill.tasks.answers.numbers import count_normalized, numeric_gold
@@ -23,6 +24,7 @@ FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer
 MAX_ANSWER_CHARACTERS = 20_000
 _AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_MILLIONS = re.compile(r"\d[MB]\b")  # $1.5M is not 1.5; the M of a response may be a unit
 
 
 class ExactTask(Task):
@@ -187,6 +189,8 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
     """
     subject = f"column {column!r}"
     if isinstance(kind, JsonTask):
+        if value is None:
+            raise BadRow(f"{subject} is empty", "fill it in (the text 'null' stands for JSON's null) or remove the row")
         text = value if isinstance(value, str) else json.dumps(value)
         gold = canonical_json(text)
         if gold is None:
@@ -202,7 +206,7 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
             return text, "", ()  # the common case, and what `numeric_gold` returns
         working, marker, final = text.rpartition("####")
         gold = numeric_gold(final.strip())
-        if count_normalized(gold) == 0:
+        if count_normalized(gold) == 0 or _MILLIONS.search(final):
             raise BadRow(f"{subject} is not a number", "correct it, or read answers as --answer exact", kind_of(value))
         return gold, working.strip(), ()
     if isinstance(kind, MathTask):
@@ -214,6 +218,8 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
 def _text(value: Any, subject: str) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Decimal) and value.is_finite():
+        return f"{value:f}"  # of a zero, `str` may give 0E-10
     if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     if not isinstance(value, str | None):

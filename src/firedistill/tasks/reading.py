@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 import shutil
 import tempfile
 import weakref
@@ -148,7 +149,7 @@ def csv_rows(path: Path, delimiter: str | None) -> Rows:
             first = text.readline()
             text.seek(0)
             if delimiter is None:
-                delimiter = next((mark for mark in ",;\t" if mark in first), ",")
+                delimiter = next((mark for mark in ",;\t" if mark in re.sub(r'"[^"]*"', "", first)), ",")
             reader = csv.reader(text, delimiter=delimiter, strict=True)
             names = [name.strip() for name in next(reader, [])]
             if not names or len(set(names)) < len(names) or "" in names:

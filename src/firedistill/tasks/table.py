@@ -31,7 +31,7 @@ from firedistill.tasks.reading import BadRow, folder_splits, hub_rows, hub_split
 from firedistill.tasks.sources import DataError, Rows, kind_of
 from firedistill.tasks.task import Task, digest
 from firedistill.tasks.types import Example, FeedbackField, Verdict
-from firedistill.terminal import process_rank, shortened
+from firedistill.terminal import nearest, process_rank, shortened
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ ROLES = {
     "solution": ("solution", "rationale", "working", "explanation"),
     "category": (),
 }
+STANDARD = ("verifier", "parser", "provenance", "format")  # the fields of `structured_feedback`
 EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")
 SAMPLE = 1000  # rows from which columns and the kind of answers are guessed
 MOST_NUMERIC, LEAST_NUMERIC = 0.9, 0.5  # shares of numbers among the answers: numeric from the one on, exact below the other
@@ -113,19 +114,22 @@ def names_in(row: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
 
 def cell(row: Mapping[str, Any], name: str) -> Any:
     """The value of a column, or of `column.key` in nested data; None if there is none."""
-    if name in row:
-        return row[name]
     value: Any = row
-    for key in name.split("."):
+    for key in [name] if name in row else name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    return value
+    return None if is_nan(value) else value
+
+
+def is_nan(value: Any) -> bool:
+    """Whether a value is NaN, which pandas has in place of a missing one."""
+    return isinstance(value, float) and value != value
 
 
 def shown(value: Any) -> str | None:
     """A cell as text for the teacher or the student: a text as it stands, other values as JSON; None if it is null or blank."""
     if isinstance(value, str):
         return value.strip() or None
-    return None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return None if value is None or is_nan(value) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass
@@ -224,6 +228,8 @@ class TableTask(Task):
         for field_name, value in (feedback or {}).items():
             if not isinstance(value, str) and not callable(value):
                 raise DataError(f"feedback {field_name} is {value!r}: expected a text with columns in braces, or a function")
+            if value == "" and field_name not in STANDARD and (hint := nearest(field_name, STANDARD)):
+                raise DataError(f"feedback {field_name}= removes no field{hint}")
             if field_name == "full" or not re.fullmatch(r"[\w.-]+", field_name):
                 raise DataError(
                     f"feedback names a field {field_name!r}: expected letters, digits, '_', '-' and '.', and not 'full'"
@@ -242,6 +248,7 @@ class TableTask(Task):
         if any(inspect.iscoroutinefunction(value) for value in self.fields.values()):
             self.feedback = self._feedback_async  # type: ignore[method-assign,assignment]
         self.guesses: list[str] = []
+        self.golds_are_texts = False
         self._prepared = False
         self._scans: dict[str, Scan] = {}
 
@@ -264,6 +271,13 @@ class TableTask(Task):
         for role in ROLES:
             if (spec := self._column_of(role, where)) is not None:
                 self.roles[role] = spec
+        for name, value in self.fields.items():
+            if isinstance(value, str) and value in self.known_columns:
+                raise DataError(
+                    f"feedback {name}={value} is the same text in every row: write {name}={{{value}}} for the column"
+                )
+            if value == "" and name not in STANDARD:
+                self.guesses.append(f"feedback {name}= removes no field: the standard ones are {', '.join(STANDARD)}")
         self.templates = {
             name: Template(value, self.known_columns, f"feedback {name!r}")
             for name, value in self.fields.items()
@@ -351,7 +365,8 @@ class TableTask(Task):
             self._scans[split] = Scan(self._openers[split]())
         rows = self._scans[split].rows
         if not len(rows):
-            raise DataError(f"{rows.source} has no rows: add rows, or name other data")
+            part = f", split {split!r}," if len(self._openers) > 1 else ""
+            raise DataError(f"{rows.source}{part} has no rows: add rows, or name other data")
         return rows
 
     def _sample(self, rows: Rows) -> list[Mapping[str, Any]]:
@@ -419,6 +434,8 @@ class TableTask(Task):
         """The kind of answers, and the number of the first option where the golds number them."""
         if self.answer is not None:
             kind, base = load_kind(self.answer)
+            if isinstance(kind, NumericTask) and "answer" in self.roles:
+                self._note_several(self._read_numbers(sample)[1])
             if isinstance(kind, ChoiceTask) and "options" not in self.roles:
                 raise DataError(
                     f"{where}: answers are choices, and no column is known to hold the options (options, choices): name it by "
@@ -433,9 +450,28 @@ class TableTask(Task):
             kind, base = load_kind(self._numeric_or_exact(sample, where))
         if isinstance(kind, ChoiceTask) and base is None:
             base = self._first_number(sample, where)
+            self.golds_are_texts = self._are_texts(sample)
         return kind, base
 
-    def _numeric_or_exact(self, sample: Sequence[Mapping[str, Any]], where: str) -> str:
+    def _are_texts(self, sample: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the golds are texts of options, also where such a text is the label of another option."""
+        texts = labels_too = False
+        for row in sample:
+            try:
+                labels, options = ([name.casefold() for name in names] for names in self._options(row))
+            except BadRow:
+                continue
+            gold = str(self._value(row, "answer")).strip().casefold()
+            if gold in labels and gold not in options:
+                return False
+            texts = texts or (gold in options and gold not in labels)
+            labels_too = labels_too or (gold in labels and labels.index(gold) != options.index(gold))
+        if texts and labels_too:
+            self.guesses.append("answers are the texts of options, also those that are letters")
+        return texts
+
+    def _read_numbers(self, sample: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[str]]:
+        """Whether each answer is a number, and those that are read as several."""
         column, numeric, kind, several = self.roles["answer"], NumericTask(), list[bool](), list[str]()
         for row in sample:
             value = self._value(row, "answer")
@@ -447,6 +483,14 @@ class TableTask(Task):
                     several.append(repr(shortened(str(value))))
             except BadRow:
                 kind.append(False)
+        return kind, several
+
+    def _note_several(self, several: Sequence[str]) -> None:
+        if several:
+            self.guesses.append(f"several numbers, not a decimal comma, in {len(several):,} of them, the first {several[0]}")
+
+    def _numeric_or_exact(self, sample: Sequence[Mapping[str, Any]], where: str) -> str:
+        kind, several = self._read_numbers(sample)
         share = sum(kind) / max(len(kind), 1)
         counted = f"{sum(kind):,} of the first {len(kind):,} are numbers"
         if LEAST_NUMERIC <= share < MOST_NUMERIC:
@@ -454,8 +498,8 @@ class TableTask(Task):
                 f"{where}: {counted}, the others are not: say how answers are read by --answer numeric, exact, json or math"
             )
         chosen = "numeric" if share >= MOST_NUMERIC else "exact"
-        if chosen == "numeric" and several:
-            self.guesses.append(f"several numbers, not a decimal comma, in {len(several):,} of them, the first {several[0]}")
+        if chosen == "numeric":
+            self._note_several(several)
         self.guesses.append(f"answers are read as {chosen} ({counted})")
         return chosen
 
@@ -742,6 +786,8 @@ class TableTask(Task):
         number = int(text) - self.base if self.base is not None and re.fullmatch(r"\d{1,2}", text) else None
         if self.answer in ("choice:0", "choice:1"):
             by_text = []
+        if by_text and self.golds_are_texts:
+            by_label = []
         found = set(by_label) if by_label else {*by_text, *([number] if number is not None else [])}
         if len(found) > 1:
             fix = "say what the first option is called by --answer choice:0 or choice:1"
@@ -790,7 +836,7 @@ class TableTask(Task):
         fields = {found.name: found for found in structured_feedback(self, example, response, verdict)}
         texts = {**{found.name: found.text for found in example.feedback}, **given}
         for name in self.fields:
-            if texts.get(name) is None:
+            if texts.get(name) in (None, ""):
                 fields.pop(name, None)
             else:
                 fields[name] = FeedbackField(name, texts[name])

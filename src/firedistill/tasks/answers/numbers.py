@@ -156,6 +156,7 @@ _FOREIGN = frozenset("^<>|√±∞≤≥≠")
 _FOREIGN_WORDS = frozenset(["sqrt", "log", "ln", "sin", "cos", "tan", "pi", "π", "infty", "infinity", "half", "halves", "not"])
 _HEADING_WORDS = frozenset(["step", "part", "case", "section", "question", "problem", "example"])
 _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MAGNITUDES |= {"bn": 10**9, "mio": 10**6, "mrd": 10**9, "lakh": 10**5, "crore": 10**7}
 _GLUED_VARIABLES = frozenset("xyznkieXYZNKE")  # 2x and 5k are not 2 and 5
 _SQUARED_UNIT = re.compile(r"(?:mm|cm|dm|km|m|in|ft|yd|mi)\^?[23]")
 
