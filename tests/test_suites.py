@@ -186,7 +186,8 @@ def test_the_labels_of_blocks_tell_runs_apart():
     runs = {run.id: run for run in make_plan("study-parts", seeds=[0]).runs}
     both = runs["lab-full_context-both-lr4x-seed0"]
     assert both.variant == "both 4x" and both.settings["method_settings"] == {"attribution": True, "projection": True}
-    assert runs["lab-full_context-seed0"].variant == "" and len(runs) == 16
+    assert runs["lab-full_context-seed0"].variant == "" and len(runs) == 20
+    assert runs["lab-routing-unbounded-seed0"].settings["method_settings"] == {"bounded_sft": False}
 
 
 def test_a_sweep_keeps_the_nominal_rate(toy):
