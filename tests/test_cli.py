@@ -361,6 +361,7 @@ def test_types_of_method_settings():
         (["--eval-size", "1", "--eval_size", "2"], "--eval_size is given twice"),
         (["-s", "1"], "'-s' is not an option"),
         (["--seed", "1", "2"], "'2' is not an option"),
+        (["--lora_target_modules", "q_proj", "v_proj"], "'v_proj' is not an option.*; several values are separated by commas"),
         (["--"], "'--' is not an option"),
     ],
 )

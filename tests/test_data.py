@@ -156,6 +156,16 @@ def test_a_folder_has_splits(tmp_path, caplog):
         load_task(str(tmp_path))
 
 
+def test_folders_of_other_forms_are_told_to_be_converted(tmp_path):
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "clone" / "data").mkdir(parents=True)
+    for name, call in (("saved", "load_from_disk"), ("clone", "load_dataset")):
+        with pytest.raises(
+            DataError, match=rf"write each split as a file, as in datasets.{call}\(.*{name}'\)\['train'\].to_parquet"
+        ):
+            load_task(str(tmp_path / name))
+
+
 def test_a_hub_data_set_is_read_split_by_split(monkeypatch):
     asked = []
 

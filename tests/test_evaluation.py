@@ -150,6 +150,7 @@ def test_the_eval_command_shows_them(checkpoint, tmp_path, capsys):
     [
         (["--eval_split", "train"], "eval_split is 'train', which arithmetic is trained on"),
         (["--eval_split", "tset"], "has no split 'tset'"),
+        (["--eval_split", "tset"], "eval_split is 'tset': arithmetic has no split 'tset'"),
         (["--eval_also", "arithmetik"], "unknown task 'arithmetik'"),
     ],
 )

@@ -61,6 +61,7 @@ def test_another_answer_differs_from_the_gold_one():
     ("name", "complaint"),
     [
         ("planted:answer:0.3", "unknown task ''"),
+        ("planted:answer:0.3", "expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic"),
         ("planted:answer:much:arithmetic", "expected planted:<kind>:<rate>:<task>"),
         ("planted:answer:1.5:arithmetic", "a rate from 0 to 1"),
         ("planted:anser:0.5:arithmetic", "a kind of answer, hint"),

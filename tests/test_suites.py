@@ -245,7 +245,16 @@ def test_options_for_all_runs_win_and_are_checked(toy):
         ("blocks: [{recipes: [toy.yaml], methods: [fire], learning_rate_factors: [0]}]", "expected numbers above 0"),
         (
             "blocks: [{recipes: [toy.yaml], methods: [fire]}, {recipes: [toy.yaml], methods: [fire], settings: {top_p: 1}}]",
-            "two runs are named toy-fire-seed0",
+            "two runs are named toy-fire-seed0.*; give one of the blocks a label",
+        ),
+        ("blocks: [{recipes: [toy.yaml], methods: [fire], settings: {task: nope}}]", "block 1: unknown task 'nope'"),
+        (
+            "blocks: [{recipes: [toy.yaml], methods: [fire], settings: {task: my.jsonl}}]",
+            "block 1: task: there is no file my.jsonl",
+        ),
+        (
+            "blocks: [{recipes: [toy.yaml], methods: [fire], settings: {eval_data: my.csv}}]",
+            "eval_data: there is no file my.csv",
         ),
         ("blocks: [", "is not valid YAML"),
         ("blocks: [{recipes: [toy.yaml], methods: [fire], settings: [1]}]", "settings are .1.; expected a mapping"),
@@ -304,6 +313,16 @@ def test_what_a_suite_sets_for_each_run_has_no_place_at_the_top_either(toy):
     toy.write_text("blocks: [{recipes: [toy.yaml], methods: [fire], warmstart: toy.yaml, settings: {initial_adapter: x}}]")
     with pytest.raises(ValueError, match="block 1: warmstart sets initial_adapter, which is given too: leave one of them out"):
         make_plan(str(toy))
+
+
+def test_a_warm_start_has_the_task_of_its_block(toy):
+    block = {"recipes": ["toy.yaml"], "methods": ["fire"], "warmstart": "toy.yaml"}
+    settings = {"task": "arithmetic", "feedback": {"parser": ""}, "ema_rate": 0.5}
+    toy.write_text(json.dumps({"blocks": [block, {**block, "settings": settings, "label": "sums"}]}))
+    first, second, *runs = make_plan(str(toy), options={"use_cpu": "true"}).runs
+    assert (first.id, first.task, first.settings) == ("warmstart-toy", "tiny:ToyTask", {"use_cpu": "true"})
+    assert (second.id, second.settings) == ("warmstart-toy-sums", {"task": "arithmetic", "use_cpu": "true"})
+    assert [run.needs for run in runs] == [first.id, second.id]
 
 
 def test_an_option_of_the_command_line_is_said_to_stand_there(toy):

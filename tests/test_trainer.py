@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -231,6 +232,8 @@ def test_a_warm_start_names_what_is_over_the_budget_of_its_prompt(checkpoint, tm
         assert f"{uid} left out: its prompt has {lengths[uid]} tokens, the limit is {limit}" in caplog.text
     warm.args.feedback_share, warm.args.max_feedback_tokens, warm.args.max_prompt_tokens = 1.0, 40, most
     fitting, metrics = warm.sample(examples)
+    with pytest.raises(ValueError, match="has no gold solution; .*: add a column solution, or remove these rows"):
+        warm.sample([replace(examples[0], solution=None)])
     assert len(fitting) == 12 and metrics.row()["cut_feedback_fields"] >= 12
     assert all(f"{uid}: feedback over 40 tokens; cut: " in caplog.text for uid in lengths)
 

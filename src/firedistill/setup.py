@@ -334,6 +334,13 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
         raise ValueError(
             f"eval_split is {split!r}, which {task.name} is trained on; expected 'eval' or another published split"
         )
+    if resolve := getattr(task, "resolve_split", None):
+        try:
+            resolve(split)
+        except ValueError as error:
+            own = isinstance(getattr(task, "task", task), TableTask)
+            other = "; eval_data names a file of held-out problems" if own else ""
+            raise ValueError(f"eval_split is {split!r}: {error} Without eval_split it is 'eval'{other}") from error
     return task.examples(split, args.eval_size, args.eval_subset_seed, args.data_dir)
 
 

@@ -70,7 +70,10 @@ class WarmStartTrainer(SelfDistillTrainer):
             metrics: counts feedback that the task fails to give, and fields that are cut.
         """
         if not example.solution:
-            raise ValueError(f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it")
+            raise ValueError(
+                f"{example.uid} has no gold solution; task {self.task.name!r} cannot be warm-started on it: add a column solution, or "
+                "remove these rows"
+            )
         budget = self.args.budget
         messages, most = student_messages(self.task, example), budget.prompt
         if draw.random() < self.args.feedback_share:

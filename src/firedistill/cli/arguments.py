@@ -117,7 +117,10 @@ class Parser(OneLineParser):
             rest.insert(0, "--")
         for word in rest:
             if not word.startswith("--") or word == "--":
-                raise ValueError(f"{word!r} is not an option; options are written --name value")
+                before = next((name for name in reversed(words[: words.index(word)]) if name.startswith("--")), "")
+                several = setting_types().get(before[2:].partition("=")[0], "").startswith("list")
+                hint = "; several values are separated by commas" if several else ""
+                raise ValueError(f"{word!r} is not an option; options are written --name value{hint}")
             name = word[2:].partition("=")[0].partition(".")[0]
             here = f"; what TRL calls {name} is {OF_TRL[name]} here" if name in OF_TRL else ""
             hint = here or nearest(name, [*setting_types(), *self.own]) or "; see --help and --help-all"

@@ -16,6 +16,7 @@ from typing import Any
 
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.files import write_text
+from firedistill.tasks import refuse_unknown
 from firedistill.tasks.reading import is_data_file
 from firedistill.terminal import shortened, visible
 
@@ -30,7 +31,7 @@ SET_BY_SUITE = {
     "output_dir": "use -o FOLDER on the command line",
     "resume_from_checkpoint": "leave it out: the same command continues a suite",
 }
-# The options for all runs that also apply to a shared warm start: where things are and what data mean, not how long to train.
+# The settings and options that also apply to a shared warm start: where things are and what data mean, not how long to train.
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
 
@@ -153,7 +154,8 @@ def make_plan(
             for run in runs_of(block, folder, seeds, only, options):
                 known = runs.setdefault(run.id, run)
                 if known != run:
-                    raise ValueError(f"two runs are named {run.id}, with settings {known.settings} and {run.settings}")
+                    both = f"{known.settings} and {run.settings}"
+                    raise ValueError(f"two runs are named {run.id}, with settings {both}; give one of the blocks a label")
             methods += map(str, block["methods"])
     if unknown := [method for method in only or [] if method not in methods]:
         raise ValueError(f"--only names {unknown[0]!r}; {name} has {', '.join(dict.fromkeys(methods))}")
@@ -200,12 +202,14 @@ def runs_of(
     for key, option in {"subset_per_seed": "eval_subset_seed", "warmstart": "initial_adapter"}.items():
         if block.get(key) and option in {**own, **options}:
             raise ValueError(f"{key} sets {option}, which is given too: leave one of them out")
+    places = dict.fromkeys(own.keys() - options.keys(), "in settings")
     needs = None
     if block.get("warmstart") and methods:
         recipe = recipe_of(str(block["warmstart"]), folder)
-        needs = f"warmstart-{short(recipe)}"
-        yield planned(needs, "warmstart", recipe, {key: options[key] for key in options if key in WARMSTART_OPTIONS})
-    places = dict.fromkeys(own.keys() - options.keys(), "in settings")
+        shared = {key: value for key, value in own.items() if key in WARMSTART_OPTIONS and key != "feedback"}
+        needs = "-".join(filter(None, ["warmstart", short(recipe), label if shared else ""]))
+        shared |= {key: value for key, value in options.items() if key in WARMSTART_OPTIONS}
+        yield planned(needs, "warmstart", recipe, shared, places=places)
     for recipe in [recipe_of(str(r), folder) for r in listed(block, "recipes")]:
         for seed, method, factor in product(chosen_seeds, methods, factors):
             settings = {**own, **options, "method": method, "seed": seed}
@@ -234,8 +238,20 @@ def planned(
     places: Mapping[str, str] | None = None,
 ) -> PlannedRun:
     config = resolved(command, recipe, settings, places)
+    check_task(config.task, config.eval_data)
     values = {key: getattr(config, key) for key in ("model", "task", "method", "seed", "learning_rate", "max_steps")}
     return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs)
+
+
+def check_task(task: str, eval_data: str | None) -> None:
+    """
+    Raises:
+        ValueError: there is no such task, or a file that it or `eval_data` names is missing. Nothing is loaded.
+    """
+    refuse_unknown(task)
+    for name, value in {"task": task.removeprefix("code:"), "eval_data": eval_data or ""}.items():
+        if is_data_file(value) and ":" not in value and not Path(value).expanduser().is_file():
+            raise ValueError(f"{name}: there is no file {value}; correct the path")
 
 
 def resolved(command: str, recipe: str, settings: Mapping[str, Any], places: Mapping[str, str] | None = None):

@@ -85,10 +85,11 @@ def planted_task(rest: str, load: Callable[[str], Task]) -> Task:
     """
     kind, _, after = rest.partition(":")
     rate, _, name = after.partition(":")
+    form = "expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic"
+    if not name:
+        raise ValueError(f"task planted:{rest}: unknown task '', {form}")
     try:
         number = float(rate)
     except ValueError:
-        raise ValueError(
-            f"task planted:{rest}: expected planted:<kind>:<rate>:<task>, as in planted:answer:0.3:arithmetic"
-        ) from None
+        raise ValueError(f"task planted:{rest}: {form}") from None
     return Planted(kind, number, load(name))

@@ -254,6 +254,15 @@ def folder_splits(folder: Path) -> dict[str, Path]:
             raise DataError(f"{folder} has two files of the split {name!r}: {splits[name].name} and {path.name}; remove one")
         splits[name] = path
     if not splits:
+        saved = any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
+        if saved or (folder / "data").is_dir():
+            kind, load = (
+                ("a folder of save_to_disk", "load_from_disk") if saved else ("a clone of a hub dataset", "load_dataset")
+            )
+            call = f"datasets.{load}({str(folder)!r})"
+            raise DataError(
+                f"{folder} looks like {kind}: write each split as a file, as in {call}['train'].to_parquet('train.parquet')"
+            )
         raise DataError(f"{folder} has no data files: expected <split>{', <split>'.join(TABLE_SUFFIXES)}")
     return splits
 
