@@ -230,8 +230,8 @@ class SelfDistillConfig(TrainingArguments):
     model_dtype: str = model_setting(
         "auto",
         "Data type of the base model. 'auto' is float32 on a device that does not multiply bfloat16 matrices, if the weights then take "
-        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. float16 is "
-        "not offered: most logit gradients are below its range.",
+        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. (Most logit "
+        "gradients are below float16's range.)",
         choices=("auto", "bfloat16", "float32"),
     )
     quantization: str | None = model_setting(
