@@ -83,7 +83,7 @@ def is_tiled(query: Tensor) -> bool:
 
 
 def repeats_keys(query: Tensor, key: Tensor) -> bool:
-    """Whether no fused kernel of PyTorch takes heads that share keys: it would keep all scores, which it does not for as many keys."""
+    """Whether no fused kernel of PyTorch may take these heads, which share keys, so that it would store all attention scores."""
     return query.device.type == "cuda" and query.dtype == torch.float32 and key.shape[1] < query.shape[1]
 
 

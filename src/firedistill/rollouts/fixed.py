@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens per row between two looks of the host
 WINDOW = 256  # attention reads a multiple of this number of columns; see `window_of`
-CUDNN_DIVERGENCE = 0.05  # nats between the distributions of two kernels in bfloat16, at most; a wrong one is nats away
+CUDNN_DIVERGENCE = 0.05  # nats, at most, between the distributions of the next token by two kernels
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
 
@@ -94,7 +94,7 @@ class Decoder:
     Attributes:
         rows, columns: sequences, and tokens of prompt and response together, that there is room for.
         kind: stands for sampling parameters and addresses of the weights.
-        cudnn: whether steps use cuDNN's attention, which takes less time for a single token (`docs/performance-gpu.md`).
+        cudnn: whether steps use cuDNN's attention, with which sampling took less time on an H200 (`docs/performance-gpu.md`).
         graphs: by rows, window and kind; None for a step that has run once.
     """
 
