@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 # The tensors of the tests are tiny: on a busy machine, two threads spend their time waiting for each other.
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():  # before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 def pytest_collection_finish() -> None:

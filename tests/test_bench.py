@@ -595,10 +595,9 @@ def test_decoding_without_graphs_comes_last_and_once(captures, monkeypatch, tmp_
     monkeypatch.setattr(steps, "trainer_of", trainer_of)
     monkeypatch.setattr(steps, "per_token", lambda sample, few, *more: ([1.0], {"tokens": sample(few)}))
     found = [(row["case"]["batch"], row["case"]["prompt"], row["variant"]) for row in record_of("decoding", tmp_path)["rows"]]
-    fused, *others = ("merged, fused layers", "merged", "unmerged")
-    by_graph = [f"{name}, graph" for name in (fused, *others)] if captures else []
+    by_graph = ["merged, layers not fused, graph", "unmerged, graph"] if captures else []
     expected = [(batch, 40, name) for batch in (1, 3) for name in ("as in training", *by_graph)]
-    expected += [(3, 60, f"{fused}, graph")] * captures + [(3, 40, f"{name}, no graph") for name in (fused, *others)]
+    expected += [(3, 60, "as in training"), (3, 40, "merged, fused layers, no graph")]
     assert found == expected and [len(prompts) for prompts in lengths] == [batch for batch, *_ in expected]
     assert all(prompts[0] == pytest.approx(prompt, abs=2) for prompts, (_, prompt, _) in zip(lengths, expected, strict=True))
 
@@ -618,7 +617,7 @@ def test_captures_that_fail_are_named(monkeypatch, tmp_path):
     captured = {row["variant"]: row["details"].get("captured") for row in record["rows"]}
     of_modes = {name: False if graph else None for name, (_, _, graph) in steps.MODES.items()}
     assert captured == of_modes | {"as in training": False}
-    assert "decoding: merged, graph: sampled without CUDA graphs (batch 1" in page([record])
+    assert "decoding: unmerged, graph: sampled without CUDA graphs (batch 1" in page([record])
 
 
 def test_fused_layers_are_measured_and_tested_within_five_minutes():

@@ -42,7 +42,7 @@ SAMPLING = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=24)
 def adapted(config, dtype: torch.dtype = torch.float32, **options):
     """A model whose adapter, biases and norms all change what it computes."""
     torch.manual_seed(0)
-    model = add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype), **options).eval()
+    model = add_lora(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).to(dtype), **options).eval()
     model.get_base_model().generation_config.eos_token_id = None
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -703,56 +703,6 @@ def test_a_capture_that_runs_out_of_memory_says_so(stages, monkeypatch):
     assert device.current == "main" and not device.allocates and decoder.pool is None and decoder.captures
 
 
-@pytest.mark.parametrize(
-    ("dtype", "found", "agrees"),
-    [
-        (torch.bfloat16, 0.05, True),
-        (torch.bfloat16, 2.0, False),
-        (torch.bfloat16, float("nan"), False),
-        (torch.bfloat16, RuntimeError("no execution plans support the graph"), False),
-        (torch.float32, 0.05, False),
-    ],
-    ids=str,
-)
-def test_the_attention_of_cudnn_is_used_where_it_gives_the_same_distribution(dtype, found, agrees, monkeypatch):
-    decoder, plain = fixed.Decoder(random_model(dtype=dtype), 0, [2]), torch.randn(2, 50)
-
-    def forward(rows, window):
-        if not torch.backends.cuda.cudnn_sdp_enabled():
-            return plain
-        if isinstance(found, RuntimeError):
-            raise found
-        return plain + found * torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-
-    monkeypatch.setattr(decoder, "forward", forward)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    try:
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        assert decoder.cudnn_agrees(2, 256) is agrees and not torch.backends.cuda.cudnn_sdp_enabled()
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def test_running_out_of_memory_is_not_a_kernel_that_is_missing(monkeypatch):
-    decoder = fixed.Decoder(random_model(dtype=torch.bfloat16), 0, [2])
-    monkeypatch.setattr(decoder, "forward", lambda rows, window: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
-    with pytest.raises(torch.OutOfMemoryError):
-        decoder.cudnn_agrees(2, 256)
-
-
-def test_a_step_is_checked_once_per_shape_before_it_is_captured(monkeypatch):
-    """And runs with cuDNN's attention from then on; a shape for which it does not agree ends that for all."""
-    decoder, seen, answers = fixed.Decoder(random_model(), 0, [2]), [], iter([True, False])
-    decoder.captures = decoder.cudnn = True
-    monkeypatch.setattr(decoder, "window", lambda rows, column: 256 * (1 + column // 256))
-    monkeypatch.setattr(decoder, "cudnn_agrees", lambda rows, window: seen.append((rows, window)) or next(answers))
-    monkeypatch.setattr(decoder, "capture", lambda rows, window, sampling: None)
-    monkeypatch.setattr(decoder, "step", lambda rows, window, sampling: seen.append(decoder.cudnn))
-    for column in (5, 6, 300, 301, 600):
-        decoder.advance(2, column, Sampling())
-    assert seen == [(2, 256), True, True, (2, 512), False, False, False]
-
-
 def test_graphs_that_are_dropped_take_their_pool_along(few_candidates, monkeypatch):
     model, tokenizer = ending_with([])
     engine, pools = HFRolloutEngine(model, tokenizer, fixed=True), []

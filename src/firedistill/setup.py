@@ -469,7 +469,7 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
 def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
     """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name.
 
-    On a GPU, PyTorch does without the attention of cuDNN from then on, except for steps of sampling (`rollouts/fixed.py`).
+    On a GPU, PyTorch does without the attention of cuDNN from then on.
     """
     decided, on_gpu = {}, args.device.type == "cuda"
     if on_gpu:  # cuDNN plans its attention on the host for every new shape, and the shapes of steps differ

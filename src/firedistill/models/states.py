@@ -121,6 +121,21 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def modules_within(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every module inside `model`, with its parent and its name there. A module that several parents have occurs as often.
+
+    `nn.Module.modules` takes twice as long, and a model with an adapter has thousands, which a step visits several times.
+    """
+    waiting, known = [model], {id(model)}
+    for parent in waiting:
+        for name, module in vars(parent)["_modules"].items():
+            if module is not None:
+                yield parent, name, module
+                if id(module) not in known:
+                    known.add(id(module))
+                    waiting.append(module)
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether something is called around the module's `forward`: a hook of PyTorch or of accelerate."""
     # `hasattr` would search parameters, buffers and modules first.
@@ -150,7 +165,7 @@ def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 @contextmanager
 def inference_mode(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradient; the training flags are restored."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in (model, *(inner for _, _, inner in modules_within(model))) if module.training]
     switch(training, False)
     try:
         with torch.no_grad():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from firedistill.memory import is_out_of_memory
 from firedistill.models.attention import attends_by_position, own_attention
+from firedistill.models.one_token import fits
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts, next_logits
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens per row between two looks of the host
 WINDOW = 256  # attention reads a multiple of this number of columns; see `window_of`
-CUDNN_DIVERGENCE = 0.05  # nats, at most, between the distributions of the next token by two kernels
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
 
@@ -94,14 +94,12 @@ class Decoder:
     Attributes:
         rows, columns: sequences, and tokens of prompt and response together, that there is room for.
         kind: stands for sampling parameters and addresses of the weights.
-        cudnn: whether steps use cuDNN's attention, with which sampling took less time on an H200 (`docs/performance-gpu.md`).
         graphs: by rows, window and kind; None for a step that has run once.
     """
 
     def __init__(self, model: PreTrainedModel, pad_id: int, stop_ids: Sequence[int]):
         self.model, self.pad_id, self.stop_ids = model, pad_id, stop_ids
         self.captures = model.device.type == "cuda"
-        self.cudnn = self.captures
         self.numbers = itertools.count()
         self.stream: Any = None  # of all captures, on the model's device
         self.release()
@@ -157,9 +155,9 @@ class Decoder:
         """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
         at = self.tensors
         at["visible"].index_fill_(3, at["column"], True)
-        mask = at["visible"][:rows, :, :, :window]
-        if mask.is_cuda:  # attention there adds it to the scores, and would convert it in every layer
-            dtype = self.layers[0].keys.dtype
+        mask, keys = at["visible"][:rows, :, :, :window], self.layers[0].keys
+        if mask.is_cuda and not fits(keys):  # PyTorch's attention adds it to the scores, and would convert it in every layer
+            dtype = keys.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         ids = at["tokens"][:rows, None].clamp(min=0)
         return next_logits(self.model, ids, mask, at["column"] - at["padding"][:rows], Cache(layers=[*self.layers]))
@@ -173,8 +171,7 @@ class Decoder:
         at = self.tensors
         before = at["tokens"][:rows]
         ended = (before.unsqueeze(-1) == at["stops"]).any(-1)
-        with cudnn_attention(self.cudnn):
-            scores = self.forward(rows, window)
+        scores = self.forward(rows, window)
         if sampling.repetition_penalty != 1:
             at["seen"][:rows].scatter_(-1, before.unsqueeze(-1).clamp(min=0), True)
             scores = penalize_repetition(scores, at["seen"][:rows], sampling.repetition_penalty)
@@ -212,22 +209,7 @@ class Decoder:
             if len(self.graphs) == GRAPHS:
                 self.drop_graphs()
             self.graphs[key] = None
-            self.cudnn = self.cudnn and self.cudnn_agrees(rows, window)
         self.step(rows, window, sampling)
-
-    def cudnn_agrees(self, rows: int, window: int) -> bool:
-        """Whether cuDNN's attention runs and gives the distribution that PyTorch's does. Reads the present token twice."""
-        if self.model.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        try:
-            with cudnn_attention(True):
-                found = self.forward(rows, window).log_softmax(-1)
-        except RuntimeError as error:  # it has no kernel for these shapes
-            if is_out_of_memory(error):
-                raise
-            return False
-        expected = self.forward(rows, window).log_softmax(-1)
-        return bool((expected.exp() * (expected - found)).sum(-1).max() < CUDNN_DIVERGENCE)
 
     def capture(self, rows: int, window: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
         """A graph of the step; None, now and later, if the model cannot be captured."""
@@ -263,17 +245,6 @@ class Decoder:
             generator = torch.cuda.default_generators[device]
             generator.graphsafe_set_state(generator.clone_state())
         self.drop_graphs()
-
-
-@contextmanager
-def cudnn_attention(wanted: bool) -> Iterator[None]:
-    """Let PyTorch use cuDNN's attention, which training does without, while the context is open."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(wanted or before)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 class FixedBatch:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from firedistill.models.attention import NAME, multiplies_bfloat16
-from firedistill.models.states import is_hooked
+from firedistill.models.states import is_hooked, modules_within
 from firedistill.rollouts.layers import FAMILIES, PROJECTIONS, FusedLayer
 
 
@@ -24,8 +24,7 @@ def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear
     """
     return [
         (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
+        for parent, name, layer in modules_within(model)
         if type(layer) is lora.Linear and _is_mergeable(layer)
     ]
 
@@ -114,8 +113,7 @@ def fusable_layers(
     adapters = {adapter for _, _, adapter in (mergeable_layers(model) if mergeable is None else mergeable)}
     return [
         (parent, name, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
+        for parent, name, layer in modules_within(model)
         if type(layer).__name__ in FAMILIES
         and type(layer).__module__.startswith("transformers.")
         and _is_fusable(layer, adapters)
@@ -126,7 +124,7 @@ def _is_fusable(layer: nn.Module, mergeable: set[lora.Linear]) -> bool:
     config: Any = cast(Any, layer).self_attn.config
     return (
         config._attn_implementation in ("sdpa", NAME)
-        and not any(map(is_hooked, layer.modules()))
+        and not any(is_hooked(module) for module in (layer, *(inner for _, _, inner in modules_within(layer))))
         and all(
             mergeable.issuperset(adapters)
             and len({(_base(adapter).bias is None, _base(adapter).weight.dtype) for adapter in adapters}) == 1
@@ -166,9 +164,11 @@ def merged_weight(layer: lora.Linear) -> Tensor:
 
 
 def unrounded_weight(layer: lora.Linear) -> Tensor:
-    weight: Tensor = _base(layer).weight
+    base = _base(layer).weight
+    weight = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for name in _active(layer):
-        weight = weight + layer.get_delta_weight(name).float()
+        first, second = (getattr(layer, kind)[name].weight.to(weight.dtype) for kind in ("lora_A", "lora_B"))
+        weight.addmm_(second, first, alpha=layer.scaling[name])
     return weight
 
 

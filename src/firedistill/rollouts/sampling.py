@@ -87,14 +87,15 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
         `[B, K]`; `[B]` true where no allowed token is missing; and `[B]` true where the scores give a distribution.
     """
     vocabulary = scores.shape[-1]
-    best = scores.amax(-1, keepdim=True)
-    finite = best.squeeze(-1).isfinite()  # the largest score is NaN if any is, and the others are at most it
     if sampling.top_k == 0 and sampling.top_p >= 1:
+        best = scores.amax(-1, keepdim=True)
         weights = (scores - best).exp_().double().mul_(UNIT).long()
         tokens = torch.arange(vocabulary, device=scores.device).expand_as(scores)
+        finite = is_distribution(best)
         return weights, tokens, torch.ones_like(finite), finite
     width = min(width, vocabulary)
     values, tokens = scores.topk(width)
+    best = values[:, :1]
     weights = (values - best).exp_().double().mul_(UNIT).long()
     if sampling.top_k > 0:
         kth = values[:, min(sampling.top_k, width) - 1, None]
@@ -111,4 +112,10 @@ def candidates(scores: Tensor, sampling: Sampling, width: int) -> tuple[Tensor, 
         weights = weights.masked_fill(~inside, 0)
         if sampling.top_k == 0:  # with top-k, `total` itself is only known once all that tie with the k-th are there
             may_continue = inside[:, -1]
-    return weights, tokens, ~may_continue if width < vocabulary else torch.ones_like(may_continue), finite
+    complete = ~may_continue if width < vocabulary else torch.ones_like(may_continue)
+    return weights, tokens, complete, is_distribution(best)
+
+
+def is_distribution(best: Tensor) -> Tensor:
+    """`[B]`, whether scores whose largest ones are `best` `[B, 1]` give a distribution: the largest is NaN if any is."""
+    return best.squeeze(-1).isfinite()

@@ -32,6 +32,7 @@ CALLS = {
     Part("student", "The student's forward and backward pass", 25): "steps student",
     Part("scoring", "The teacher's forward passes", 40): "steps scoring",
     Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90): "kernels rows_alone",
+    Part("one-token", "Operations of a layer that reads one token per sequence", 40): "layers one_token_layers",
     Part("profile", "Where the time of a FIRE step and of decoding goes", 45): "inspection profile",
     Part("step-14b", "Whole steps at the shape of Qwen2.5 14B", 200): "steps whole_step 14b",
     Part("step-3b", "Whole steps at the shape of Qwen2.5 3B", 100): "steps whole_step 3b",

@@ -36,12 +36,9 @@ FIRE, FULL_CONTEXT = "fire", "full_context"
 
 # Ways of sampling: whether the adapter is merged, layers are fused, and a graph is replayed
 MODES = {
-    "merged, fused layers, graph": (True, True, True),
-    "merged, graph": (True, False, True),
+    "merged, layers not fused, graph": (True, False, True),
     "unmerged, graph": (False, False, True),
     "merged, fused layers, no graph": (True, True, False),
-    "merged, no graph": (True, False, False),
-    "unmerged, no graph": (False, False, False),
 }
 AS_IN_TRAINING = "as in training"
 
@@ -62,17 +59,14 @@ def switched(engine: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def decoding(setting: Setting) -> Iterator[harness.Row]:
-    """Seconds of one step of the engine's loop: what more tokens take, divided by their number.
-
-    The modes without graphs are slow. They come last, at one batch size.
-    """
+    """Seconds of one step of the engine's loop: what more tokens take, divided by their number. Modes without a graph come last."""
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     few, many = sizes.new_tokens
     graphs = [name for name, (_, _, graph) in MODES.items() if graph]
     others = [name for name in MODES if name not in graphs]
     middle = sizes.batches[1]
     cases: list[tuple[int, int, list[str]]] = [(batch, sizes.prompt, [AS_IN_TRAINING, *graphs]) for batch in sizes.batches]
-    cases += [(middle, sizes.long_prompt, graphs[:1]), (middle, sizes.prompt, others)]
+    cases += [(middle, sizes.long_prompt, [AS_IN_TRAINING]), (middle, sizes.prompt, others)]
     with trainer_of(setting, random_model(shape, setting.device), rollout_batch_size=max(sizes.batches)) as trainer:
         engine: Any = trainer.rollout_engine
         for batch, prompt, names in cases:
@@ -197,8 +191,6 @@ def whole_step(setting: Setting, shape: str) -> Iterator[harness.Row]:
     cases: list[tuple[str, float | None]] = [(FULL_CONTEXT, None), (FIRE, 0.1)]
     for method, over in [*cases, (FIRE, 1.0)] if shape == "1.5b" else cases:
         yield from steps_of(setting, sizes, partial(random_model, sizes, setting.device), method, over)
-    if shape == "1.5b" and setting.is_gpu:
-        yield from steps_of(setting, sizes, partial(random_model, sizes, setting.device), FIRE, 0.1, cudnn_attention=True)
 
 
 def step_with_vllm(setting: Setting) -> Iterator[harness.Row]:
@@ -222,14 +214,12 @@ def steps_of(
     method: str,
     over: float | None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    cudnn_attention: bool = False,
     **settings: Any,
 ) -> Iterator[harness.Row]:
     """A row for the whole step, and one for each of its phases.
 
     Args:
         model: makes the model, or returns the name of one.
-        cudnn_attention: with the kernels that training on a GPU does without.
     """
     sizes = setting.sizes
 
@@ -239,8 +229,6 @@ def steps_of(
 
     with trainer_of(setting, model(), tokenizer, EveryStep(before), method=method, **settings) as trainer:
         trainer.over = over
-        if cudnn_attention:
-            torch.backends.cuda.enable_cudnn_sdp(True)  # the next trainer switches it off
         trainer.train(preflight=False)
         rows = trainer.rows[sizes.warm_up_steps :]
         compiling = {
@@ -266,7 +254,7 @@ def steps_of(
         "teacher": ("seconds_score", work["teacher"]),
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
-    case = {"method": method} | ({} if over is None else {"over": over}) | ({"attention": "cuDNN"} if cudnn_attention else {})
+    case = {"method": method} | ({} if over is None else {"over": over})
     facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing} | sampled | reserved | compiling
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]

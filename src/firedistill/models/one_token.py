@@ -1,0 +1,238 @@
+"""Triton kernels for layers that read one token per sequence, on GPUs and without gradients.
+
+PyTorch's attention gives all keys of a sequence and group to one block of threads, which leaves most of a GPU idle, and rotates by
+several kernels. The kernels here read keys and values in parts, and only the parts that hold a visible one. They compute in float32
+and round once, except that attention rounds the weights of the values to their type.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch brings it along on Linux
+    triton = None
+
+logger = logging.getLogger(__name__)
+
+BLOCK = 64  # columns read at once
+PARTS = 64  # of the columns, at most
+LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
+
+
+def fits(states: Tensor) -> bool:
+    """Whether the kernels take keys or values `[B, groups, W, size]` of this device, type and size of a head."""
+    size = states.shape[-1]
+    return (
+        states.device.type == "cuda"
+        and states.dtype in (torch.bfloat16, torch.float16)
+        and 16 <= size <= 256
+        and size & (size - 1) == 0
+        and compiles(states.device)
+    )
+
+
+@cache
+def compiles(device: torch.device) -> bool:
+    """Whether Triton makes kernels for this device. It needs a C compiler, and a GPU of compute capability 8.0 or above here."""
+    if triton is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        silu_product(torch.zeros(1, 2, dtype=torch.bfloat16, device=device))
+    except Exception as error:
+        logger.warning("sampling runs without Triton kernels: %s", " ".join(str(error).split())[:200])
+        return False
+    return True
+
+
+def one_query_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """`softmax(scale Q K^T) V` of one query per head.
+
+    Args:
+        query: `[B, heads, 1, size]`.
+        key, value: `[B, groups, W, size]`; heads of the same group are neighbours.
+        visible: `[B, 1, 1, W]`, true where a key is visible, at least once per sequence.
+
+    Returns:
+        `[B, 1, heads, size]`.
+    """
+    count, heads, _, size = query.shape
+    groups, columns = key.shape[1:3]
+    visible = visible.expand(count, 1, 1, columns)
+    span = BLOCK * triton.cdiv(columns, BLOCK * PARTS)
+    parts, per_group = triton.cdiv(columns, span), heads // groups
+    sums = torch.empty(count, heads, parts, size, dtype=torch.float32, device=query.device)
+    statistics = torch.empty(count, heads, parts, 2, dtype=torch.float32, device=query.device)
+    found = query.new_empty(count, 1, heads, size)
+    with on_device_of(query):
+        _attend[(count * groups, parts)](
+            *(query, query.stride(0), query.stride(1)),
+            *(key, *key.stride()[:3]),
+            *(value, *value.stride()[:3]),
+            *(visible, visible.stride(0)),
+            *(sums, statistics, columns, span, scale),
+            GROUPS=groups,
+            PER_GROUP=per_group,
+            ROWS=max(16, triton.next_power_of_2(per_group)),
+            BLOCK=BLOCK,
+            SIZE=size,
+            LEAST=LEAST,
+        )
+        _combine[(count * heads,)](sums, statistics, found, parts, PARTS=triton.next_power_of_2(parts), SIZE=size, LEAST=LEAST)
+    return found
+
+
+def rotate_and_store(projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, column: Tensor) -> Tensor:
+    """Rotary embedding of queries and keys (pairs of coordinates i and i + size / 2); keys and values are written to a column.
+
+    Args:
+        projected: `[B, 1, heads + 2 groups, size]`: queries, keys, values.
+        cos, sin: of the angles, `[B or 1, 1, size]`.
+        keys, values: `[B, groups, W, size]`.
+        column: `[1]` int64.
+
+    Returns:
+        The queries `[B, heads, 1, size]`.
+    """
+    count, _, all_heads, size = projected.shape
+    groups = keys.shape[1]
+    heads = all_heads - 2 * groups
+    queries = projected.new_empty(count, heads, 1, size)
+    projected, cos, sin = projected.contiguous(), cos.expand(count, 1, size), sin.expand(count, 1, size)
+    with on_device_of(projected):
+        _rotate_and_store[(count, all_heads)](
+            *(projected, cos, cos.stride(0), sin, sin.stride(0)),
+            *(keys, *keys.stride()[:3]),
+            *(values, *values.stride()[:3]),
+            *(column, queries),
+            HEADS=heads,
+            GROUPS=groups,
+            HALF=size // 2,
+            num_warps=1,
+        )
+    return queries
+
+
+def silu_product(states: Tensor) -> Tensor:
+    """`silu(gate) * up` `[..., I]` of the two halves of `states` `[..., 2 I]`."""
+    states = states.contiguous()
+    width = states.shape[-1] // 2
+    found = states.new_empty(*states.shape[:-1], width)
+    with on_device_of(states):
+        _silu_product[(found.numel() // width, triton.cdiv(width, 1024))](states, found, width, BLOCK=1024)
+    return found
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Triton starts kernels on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()  # on a CPU in Triton's interpreter
+
+
+def jit(function: Any) -> Any:
+    return function if triton is None else triton.jit(function)
+
+
+@jit
+def _attend(
+    QUERY, query_of_sequence, query_of_head,
+    KEY, key_of_sequence, key_of_group, key_of_column,
+    VALUE, value_of_sequence, value_of_group, value_of_column,
+    VISIBLE, visible_of_sequence,
+    SUMS, STATISTICS, columns, span, scale,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """One group of heads and one part of the columns: largest score, sum of weights and weighted sum of values of each head."""
+    sequence, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    rows, at = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    is_head = rows < PER_GROUP
+    head = group * PER_GROUP + rows
+    query = tl.load(
+        QUERY + sequence * query_of_sequence + head[:, None] * query_of_head + at[None, :], mask=is_head[:, None], other=0.0
+    )
+    keys = KEY + tl.cast(sequence, tl.int64) * key_of_sequence + group * key_of_group + at[None, :]
+    values = VALUE + tl.cast(sequence, tl.int64) * value_of_sequence + group * value_of_group + at[None, :]
+    largest = tl.full([ROWS], LEAST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(part * span, min(part * span + span, columns), BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        exists = column < columns
+        visible = tl.load(VISIBLE + sequence * visible_of_sequence + column, mask=exists, other=0) != 0
+        if tl.max(visible.to(tl.int32), 0) > 0:
+            key = tl.load(keys + column[:, None] * key_of_column, mask=exists[:, None], other=0.0)
+            value = tl.load(values + column[:, None] * value_of_column, mask=exists[:, None], other=0.0)
+            scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, LEAST)
+            before = largest
+            largest = tl.maximum(before, tl.max(scores, 1))
+            shrink, weights = tl.exp(before - largest), tl.exp(scores - largest[:, None])
+            total = total * shrink + tl.sum(weights, 1)
+            sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value)
+    place = ((sequence * GROUPS + group) * PER_GROUP + rows) * parts + part
+    tl.store(STATISTICS + place * 2, largest, mask=is_head)
+    tl.store(STATISTICS + place * 2 + 1, total, mask=is_head)
+    tl.store(SUMS + place[:, None] * SIZE + at[None, :], sums, mask=(is_head & (total != 0))[:, None])
+
+
+@jit
+def _combine(SUMS, STATISTICS, FOUND, parts, PARTS: tl.constexpr, SIZE: tl.constexpr, LEAST: tl.constexpr):
+    """One head: the mean of values over all parts."""
+    head = tl.program_id(0)
+    part, at = tl.arange(0, PARTS), tl.arange(0, SIZE)
+    place, exists = head * parts + part, part < parts
+    largest = tl.load(STATISTICS + place * 2, mask=exists, other=LEAST)
+    total = tl.load(STATISTICS + place * 2 + 1, mask=exists, other=0.0)
+    sums = tl.load(SUMS + place[:, None] * SIZE + at[None, :], mask=(exists & (total != 0))[:, None], other=0.0)
+    weight = tl.exp(largest - tl.max(largest, 0))
+    mean = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(FOUND + head * SIZE + at, mean.to(FOUND.dtype.element_ty))
+
+
+@jit
+def _rotate_and_store(
+    PROJECTED, COS, cos_of_sequence, SIN, sin_of_sequence,
+    KEYS, key_of_sequence, key_of_group, key_of_column,
+    VALUES, value_of_sequence, value_of_group, value_of_column,
+    COLUMN, QUERIES,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence."""
+    sequence, head = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1)
+    first = tl.arange(0, HALF)
+    second = HALF + first
+    states = PROJECTED + (sequence * (HEADS + 2 * GROUPS) + head) * 2 * HALF
+    x, y = tl.load(states + first), tl.load(states + second)
+    column = tl.load(COLUMN)
+    if head < HEADS + GROUPS:
+        cos, sin = COS + sequence * cos_of_sequence, SIN + sequence * sin_of_sequence
+        turned = x.to(tl.float32) * tl.load(cos + first) - y.to(tl.float32) * tl.load(sin + first)
+        other = y.to(tl.float32) * tl.load(cos + second) + x.to(tl.float32) * tl.load(sin + second)
+        if head < HEADS:
+            to = QUERIES + (sequence * HEADS + head) * 2 * HALF
+        else:
+            to = KEYS + sequence * key_of_sequence + (head - HEADS) * key_of_group + column * key_of_column
+        tl.store(to + first, turned.to(x.dtype))
+        tl.store(to + second, other.to(x.dtype))
+    else:
+        to = VALUES + sequence * value_of_sequence + (head - HEADS - GROUPS) * value_of_group + column * value_of_column
+        tl.store(to + first, x)
+        tl.store(to + second, y)
+
+
+@jit
+def _silu_product(STATES, FOUND, width, BLOCK: tl.constexpr):
+    """A block of one row."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < width
+    gate = tl.load(STATES + row * 2 * width + at, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(STATES + row * 2 * width + width + at, mask=exists, other=0.0).to(tl.float32)
+    tl.store(FOUND + row * width + at, (gate * tl.sigmoid(gate) * up).to(FOUND.dtype.element_ty), mask=exists)

@@ -1,0 +1,215 @@
+"""Triton kernels of layers that read one token per sequence, against their equations in float64: here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from firedistill.models import attention, one_token
+from firedistill.rollout import Sampling
+from firedistill.rollouts import fixed
+from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.merging import merged_adapter
+from test_layers import FAMILIES, PROMPTS, adapted
+from tiny import byte_tokenizer
+
+# Of float32 in the interpreter, which rounds bfloat16 in ways of its own, and of the types on a GPU
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+IN_INTERPRETER = ("cpu", torch.float32)
+ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"cuda-{dtype}") for dtype in (torch.float16, torch.bfloat16)]
+WHERE = [pytest.param(*IN_INTERPRETER, id="interpreter"), *ON_GPU]
+
+
+pytest.importorskip("triton", reason="needs Triton, which PyTorch brings along on Linux with CUDA")
+
+
+def random(*shape, device="cpu", dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def assert_close(found, expected):
+    scale = expected.abs().max()
+    assert found.dtype in TOLERANCE and (found.double() - expected).abs().max() < TOLERANCE[found.dtype] * scale
+
+
+# Sequences, heads, groups, columns, size of a head: of Qwen2.5 1.5B, one head per group, many heads per group, one part, many parts
+SHAPES = [(3, 12, 2, 300, 128), (2, 4, 4, 64, 16), (1, 20, 1, 7, 32), (2, 2, 1, 4480, 64), (2, 8, 2, 130, 256)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(shape, device, dtype):
+    """In a part of a larger cache, as the views of projections, with padding on the left and room on the right."""
+    count, heads, groups, columns, size = shape
+    projected = random(count, 1, heads + 2 * groups, size, device=device, dtype=dtype)
+    query = projected[:, :, :heads].transpose(1, 2)
+    key, value = (random(count + 1, groups, columns + 9, size, device=device, dtype=dtype, seed=s) for s in (1, 2))
+    key, value = (x[:count, :, :columns] for x in (key, value))
+    mask = torch.zeros(count + 1, 1, 1, columns + 9, dtype=torch.bool, device=device)
+    for row in range(count):
+        mask[row, ..., row : columns - 2 * row] = True
+    mask = mask[:count, ..., :columns]
+    with torch.no_grad():
+        found = one_token.one_query_attention(query, key, value, mask, 0.3)
+    scores = query.double().unflatten(1, (groups, -1)) @ key.double().unsqueeze(2).mT * 0.3
+    weights = scores.masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(-1)
+    expected = (weights @ value.double().unsqueeze(2)).flatten(1, 2).transpose(1, 2)
+    assert found.shape == (count, 1, heads, size)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+def test_columns_that_are_not_visible_have_no_effect(device, dtype):
+    """A part of the cache without a visible column is not read at all."""
+    query, key, value = (random(1, 2, n, 16, device=device, dtype=dtype, seed=n) for n in (1, 200, 200))
+    mask = torch.zeros(1, 1, 1, 200, dtype=torch.bool, device=device)
+    mask[..., 70:120] = True
+    found = one_token.one_query_attention(query, key, value, mask, 0.25)
+    alone = one_token.one_query_attention(query, key[:, :, 70:120], value[:, :, 70:120], mask[..., 70:120], 0.25)
+    torch.testing.assert_close(found, alone, rtol=0, atol=TOLERANCE[dtype])
+    key[:, :, :64], value[:, :, 128:] = torch.nan, torch.inf
+    assert torch.equal(one_token.one_query_attention(query, key, value, mask, 0.25), found)
+    key[:, :, 80] = torch.nan  # the caller finds out
+    assert one_token.one_query_attention(query, key, value, mask, 0.25).isnan().all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("shape", [(3, 12, 2, 128), (1, 4, 4, 16), (2, 5, 1, 64)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["angles per sequence", "shared angles"])
+def test_rotation(shape, shared, device, dtype):
+    count, heads, groups, size = shape
+    projected = random(count, 1, heads + 2 * groups, size, device=device, dtype=dtype)
+    angles = random(1 if shared else count, 1, size // 2, device=device, seed=1)
+    angles = torch.cat([angles, angles], -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    keys, values = (
+        torch.full((count + 1, groups, 40, size), 7.0, device=device, dtype=dtype)[:count, :, :31] for _ in range(2)
+    )
+    column = torch.full((1,), 29, device=device)
+    queries = one_token.rotate_and_store(projected, cos, sin, keys, values, column)
+    exact, cos, sin = projected.double(), cos.double().unsqueeze(2), sin.double().unsqueeze(2)
+    turned = torch.cat([-exact[..., size // 2 :], exact[..., : size // 2]], -1)
+    expected = (exact * cos + turned * sin).transpose(1, 2)
+    assert_close(queries, expected[:, :heads])
+    assert_close(keys[:, :, 29:30], expected[:, heads : heads + groups])
+    assert torch.equal(values[:, :, 29:30], projected[:, :, heads + groups :].transpose(1, 2))
+    for cache in (keys, values):
+        assert (cache[:, :, :29] == 7).all() and (cache[:, :, 30:] == 7).all()
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("width", [1, 48, 1024, 2500])
+def test_gates(width, device, dtype):
+    states = random(3, 1, 2 * width, device=device, dtype=dtype) * 4
+    gate, up = states.double().chunk(2, -1)
+    found = one_token.silu_product(states)
+    assert found.shape == (3, 1, width)
+    assert_close(found, gate * gate.sigmoid() * up)
+
+
+def test_kernels_are_for_gpus_and_half_precision():
+    states = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    assert not one_token.fits(states)
+    if torch.cuda.is_available():
+        assert [one_token.fits(states.cuda().to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+            True,
+            True,
+            False,
+        ]
+        assert not one_token.fits(states.cuda()[..., :48]) and not one_token.fits(states.cuda()[..., :8])
+
+
+def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
+    def fails(states):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(one_token, "silu_product", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
+    one_token.compiles.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert [one_token.compiles(torch.device("cuda", index)) for index in (0, 0)] == [False, False]
+    (record,) = caplog.records
+    assert record.getMessage() == ("sampling runs without Triton kernels: Failed to find C compiler. Please specify via CC")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not one_token.compiles(torch.device("cuda", 1))
+    one_token.compiles.cache_clear()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused layers", "layers of transformers"])
+def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
+    """In float32, in the interpreter; layers of transformers use the attention alone."""
+    used = set()
+    for name in ("one_query_attention", "rotate_and_store", "silu_product"):
+        function = getattr(one_token, name)
+        monkeypatch.setattr(one_token, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
+    model, tokenizer = adapted(FAMILIES[family]), byte_tokenizer()
+    tokenizer.eos_token = None
+    engine = HFRolloutEngine(model, tokenizer, merge_adapter=True, fixed=True, fuse_layers=fuse)
+    sampling = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=6)
+    expected = engine.generate(PROMPTS[:3], sampling, seed=3)
+    assert not used
+
+    def fits(states):
+        return states.shape[-1] >= 8
+
+    for module in (one_token, fixed):
+        monkeypatch.setattr(module, "fits", fits)
+    assert engine.generate(PROMPTS[:3], sampling, seed=3) == expected
+    # A window takes keys from a cache that the kernels do not write to.
+    of_a_layer = {"rotate_and_store", "silu_product"} if fuse and family != "mistral, window" else set()
+    assert used == {"one_query_attention", *of_a_layer}
+
+
+def test_training_does_without():
+    """The kernels have no gradient."""
+    query, key = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
+    mask = torch.ones(1, 1, 1, 8, dtype=torch.bool)
+    assert not attention.has_kernel(query, key, key, mask)
+    with torch.no_grad():
+        assert not attention.has_kernel(query, key, key, mask), "on a CPU"
+
+
+def states_of(model, kernels, monkeypatch):
+    """Logits of some steps of decoding that read given tokens, `[steps, B, V]`."""
+    with monkeypatch.context() as context, torch.no_grad():
+        for module in (one_token, fixed):
+            if not kernels:
+                context.setattr(module, "fits", lambda states: False)
+        engine = HFRolloutEngine(model, byte_tokenizer(), merge_adapter=True, fixed=True, fuse_layers=True)
+        engine.stop_ids.clear()
+        with merged_adapter(model, engine.copies, fuse_layers=True):
+            batch = fixed.FixedBatch(engine.decoder, PROMPTS, Sampling(0.0, 1.0, 24), torch.zeros(len(PROMPTS), 24))
+            found = []
+            for step in range(8):
+                engine.decoder.tensors["tokens"].copy_(torch.arange(5, 5 + batch.rows) + step)
+                with attention.own_attention(engine.decoder.model):
+                    found.append(
+                        engine.decoder.forward(batch.rows, engine.decoder.window(batch.rows, batch.width + step)).clone()
+                    )
+                engine.decoder.put(engine.decoder.tensors["tokens"][: batch.rows].clone())
+    return torch.stack(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "window" not in name])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_on_a_gpu_is_no_larger_with_kernels(family, dtype, monkeypatch):
+    """Distance of the logits to those of the same weights in float64, root mean square over many tokens."""
+    model = adapted(with_heads_of(16, FAMILIES[family]), dtype).cuda()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()  # merging rounds nothing
+    exact = states_of(copy.deepcopy(model).double(), False, monkeypatch)
+    with_kernels, without = ((states_of(model, k, monkeypatch) - exact).square().mean().sqrt() for k in (True, False))
+    assert 0 < with_kernels < 1.05 * without
+
+
+def with_heads_of(size, config):
+    config = copy.deepcopy(config)
+    config.head_dim, config.hidden_size = size, size * config.num_attention_heads
+    return config
