@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -107,6 +108,51 @@ def test_a_heartbeat_on_another_machine_protects_a_run(tmp_path, monkeypatch):
         os.utime(path, (1, 1))
         time.sleep(0.5)
         assert path.stat().st_mtime > 1, "a heartbeat of our own"
+
+
+def test_where_files_cannot_be_locked_the_heartbeat_protects_a_run_on_the_same_machine(tmp_path, monkeypatch, caplog):
+    """As on some network file systems."""
+
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(directory.fcntl, "lockf", no_locks)
+    monkeypatch.setattr(directory, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(directory, "GONE_AFTER", 30.0)
+    with RunLock(tmp_path):
+        code = f"import tests_of_locks\ntests_of_locks.take({str(tmp_path)!r})"
+        (tmp_path / "tests_of_locks.py").write_text(SECOND_HOLDER)
+        second = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+        time.sleep(0.3)
+    assert second.stdout.endswith("is training\n"), second.stderr
+    assert sum("its heartbeat alone protects the run" in message for message in caplog.messages) == 1, "and this is said once"
+
+
+SECOND_HOLDER = """
+import errno
+from firedistill.run import directory
+
+def take(folder):
+    def no_locks(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    directory.fcntl.lockf = no_locks
+    directory.HEARTBEAT, directory.GONE_AFTER = 0.4, 30.0
+    try:
+        with directory.RunLock(folder):
+            print("took it over")
+    except directory.RunDirectoryError as error:
+        print(str(error).partition(" in ")[0])
+"""
+
+
+def test_overwriting_does_not_leave_a_checkpoint_to_resume_from(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("method: fire\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "checkpoint-3").mkdir()
+    monkeypatch.setattr(directory, "discard", lambda folder: None)  # as of a folder that only another user may change
+    with pytest.raises(RunDirectoryError, match="checkpoint-3 cannot be deleted"):
+        remove_run(tmp_path)
 
 
 def test_a_dead_holder_on_another_machine_is_waited_for(tmp_path, monkeypatch):

@@ -454,6 +454,14 @@ def test_pieces_of_the_endpoint():
     assert message_of(b'{"error": {"error": 5}}') == '{"error": {"error": 5}}' and len(message_of(b"x" * 10_000)) == 300
 
 
+@pytest.mark.parametrize("key", ["x", "EMPTY", "token", "content", "0"])
+def test_a_placeholder_for_a_key_is_left_in_the_text(key, server, tmp_path, monkeypatch):
+    """Servers without keys take any; as part of words or of the JSON it is no secret."""
+    monkeypatch.setenv("JUDGE_KEY", key)
+    server.reply = lambda request, number: {"remark": "The next token is EMPTY: 0."}
+    assert asked(judge_file(tmp_path, server, key="JUDGE_KEY")).values == {"remark": "The next token is EMPTY: 0."}
+
+
 def test_the_key_comes_from_the_environment_and_goes_to_the_server_only(server, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     path = judge_file(tmp_path, server, key="JUDGE_KEY")

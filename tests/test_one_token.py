@@ -19,7 +19,8 @@ from tiny import byte_tokenizer
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 IN_INTERPRETER = ("cpu", torch.float32)
 ON_GPU = [pytest.param("cuda", dtype, marks=pytest.mark.gpu, id=f"cuda-{dtype}") for dtype in (torch.float16, torch.bfloat16)]
-WHERE = [pytest.param(*IN_INTERPRETER, id="interpreter"), *ON_GPU]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles where there is a GPU")
+WHERE = [pytest.param(*IN_INTERPRETER, marks=WITHOUT_GPU, id="interpreter"), *ON_GPU]
 
 
 pytest.importorskip("triton", reason="needs Triton, which PyTorch brings along on Linux with CUDA")
@@ -125,6 +126,9 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
     def fails(states):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
+    def out_of_memory(states):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     monkeypatch.setattr(one_token, "silu_product", fails)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
@@ -133,11 +137,17 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
         assert [one_token.compiles(torch.device("cuda", index)) for index in (0, 0)] == [False, False]
     (record,) = caplog.records
     assert record.getMessage() == ("sampling runs without Triton kernels: Failed to find C compiler. Please specify via CC")
+    with monkeypatch.context() as context:
+        context.setattr(one_token, "silu_product", out_of_memory)
+        for _ in range(2):  # nothing is concluded from it
+            with pytest.raises(torch.OutOfMemoryError):
+                one_token.compiles(torch.device("cuda", 2))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert not one_token.compiles(torch.device("cuda", 1))
     one_token.compiles.cache_clear()
 
 
+@WITHOUT_GPU
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused layers", "layers of transformers"])
 def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):

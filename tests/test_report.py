@@ -11,6 +11,7 @@ import math
 import os
 import random
 import re
+import shutil
 from html.parser import HTMLParser
 
 import numpy as np
@@ -422,9 +423,13 @@ def test_a_sampling_drop_compares_whole_blocks_and_lasts():
     assert sampling_drop(steps, noisy) is None, "within the noise of the steps"
     odd = [0.0] * 7 + alternating(0.9, 0.5)
     assert sampling_drop(list(range(1, 48)), odd).step == 28, (
-        "the last block ends with the last step; the first steps are left over"
+        "the last block ends with the last step; the first one has the steps that are left over"
     )
-    assert sampling_drop(steps[:30], alternating(0.9, 0.5)[:30]) is None, "a single block"
+    assert sampling_drop(steps[:24], alternating(0.9, 0.5)[:24]) is None, "a single block"
+    early = sampling_drop(steps[:30], [0.5, 1.0] * 5 + [0.0, 0.1] * 10)
+    assert early.step == 11 and early.text.startswith(
+        "sampled answers right: 75.0% in the 10 steps to 10, 5.0% in those from 11 on"
+    )
     assert sampling_drop([], []) is None
 
 
@@ -819,29 +824,52 @@ def test_the_columns_that_charts_need_are_read():
 # ---- Differences on the same problems ------------------------------------------------------------------------------------------------
 
 
-def write_answers(folder, correct, kind="eval", step=10):
+def write_answers(folder, correct, kind="eval", step=10, prompt="What is"):
     """The rollouts of an evaluation, of which only these columns are read."""
     (folder / "rollouts").mkdir(exist_ok=True)
     columns = {"uid": [f"gsm8k/test/{uid}" for uid, _ in correct], "correct": [right for _, right in correct]}
+    columns |= {"prompt": [f"{prompt} {uid}" for uid, _ in correct], "expected": ["7"] * len(correct)}
     pq.write_table(pa.table(columns), folder / "rollouts" / f"{kind}_{step:06d}.parquet")
 
 
 def test_differences_pair_the_same_problems_and_seeds(tmp_path):
-    # FIRE answers problems 0 to 7, the other 1 to 8: seven in common. Seed 2 has no partner.
+    # FIRE answers problems 0 to 23, the other 3 to 26: 21 in common. Seed 2 has no partner.
     for seed in (0, 1, 2):
         folder = write_run(tmp_path / f"fire{seed}", seed=seed)
-        write_answers(folder, [(i, i < 4) for i in range(8)])
-    for seed, wins in ((0, {1, 2, 3, 4, 5}), (1, {1, 2, 3})):
+        write_answers(folder, [(i, i < 12) for i in range(24)])
+    for seed, wins in ((0, range(3, 18)), (1, range(3, 12))):
         folder = write_run(tmp_path / f"srpo{seed}", seed=seed, method="srpo")
-        write_answers(folder, [(i, i in wins) for i in range(1, 9)])
+        write_answers(folder, [(i, i in wins) for i in range(3, 27)])
     (found,) = paired_differences(read_study(sorted(tmp_path.iterdir())))
-    assert (found.label, found.reference, found.kind, found.problems) == ("SRPO", "FIRE", "greedy", 7)
+    assert (found.label, found.reference, found.kind, found.problems) == ("SRPO", "FIRE", "greedy", 21)
     assert found.by_seed == pytest.approx({0: 100 * 2 / 7, 1: 0.0}) and found.mean == pytest.approx(100 / 7)
-    # By hand: problems 4 and 5 have the mean difference 50, the other five 0. Means of seven problems lie 50 / 7 apart.
-    draws = np.random.default_rng(7).choice([50.0, 50.0, 0, 0, 0, 0, 0], size=(20_000, 7)).mean(1)
-    assert [found.low, found.high] == pytest.approx(np.quantile(draws, [0.025, 0.975]).tolist(), abs=50 / 7 + 1e-9)
-    assert not found.told_apart
-    assert found.sentence == "SRPO and FIRE cannot be told apart (+14.3 points, 95 % interval 0.0 to +35.7)."
+    # By hand: six problems differ by 100 for seed 0, and nothing does for seed 1. Both are drawn.
+    draw, values = np.random.default_rng(7), np.array([[100.0] * 6 + [0.0] * 15, [0.0] * 21])
+    draws = [values[np.ix_(draw.integers(2, size=2), draw.integers(21, size=21))].mean() for _ in range(20_000)]
+    assert [found.low, found.high] == pytest.approx(np.quantile(draws, [0.025, 0.975]).tolist(), abs=100 / 42 + 1e-9)
+    assert not found.told_apart and found.low == 0
+    assert found.sentence.startswith("SRPO and FIRE cannot be told apart (+14.3 points, 95 % interval 0.0 to +")
+
+
+def test_equal_uids_of_different_problems_are_not_paired(tmp_path):
+    for method, prompt in (("fire", "What is"), ("srpo", "What is not")):
+        write_answers(write_run(tmp_path / method, method=method), [(i, True) for i in range(30)], prompt=prompt)
+    study = read_study([tmp_path / "fire", tmp_path / "srpo"])
+    assert paired_differences(study) == []
+    assert different_problems(study.settings[0], study.notes).startswith(
+        "The runs were evaluated on different held-out problems"
+    )
+
+
+def test_few_common_problems_allow_no_judgement(tmp_path):
+    for method, right in (("fire", True), ("srpo", False)):
+        write_answers(write_run(tmp_path / method, method=method), [(i, right) for i in range(19)])
+    (found,) = paired_differences(read_study([tmp_path / "fire", tmp_path / "srpo"]))
+    assert (found.low, found.high, found.problems) == (-100, -100, 19) and not found.told_apart
+    assert found.sentence == (
+        "SRPO and FIRE share 19 problems, too few for a judgement (-100.0 points, 95 % interval -100.0 to -100.0)."
+    )
+    assert row(found)[-1] == "too few problems"
 
 
 def test_a_difference_on_all_problems_is_told_apart_and_samples_count_by_their_share(tmp_path):
@@ -852,15 +880,15 @@ def test_a_difference_on_all_problems_is_told_apart_and_samples_count_by_their_s
     (found,) = paired_differences(study)
     assert (found.kind, found.mean, found.low, found.high) == ("sampled", -50, -50, -50) and found.told_apart
     text = (tmp_path / "report" / "tables" / "differences.md").read_text()
-    assert "SRPO is less accurate than FIRE (-50.0 points, 95 % interval -50.0 to -50.0)." in text
+    assert "SRPO is less accurate than FIRE (-50.0 points, 95 % interval -50.0 to -50.0, for these single runs)." in text
     assert 'id="differences"' in (tmp_path / "report" / "index.html").read_text()
 
 
 def test_differences_that_round_to_zero_have_no_sign():
     assert [signed(value) for value in (-0.04, -0.0, 0.04, -0.06, 12.34)] == ["0.0", "0.0", "0.0", "-0.1", "+12.3"]
-    found = Difference("s", "greedy", "SRPO", "FIRE", -0.01, -0.04, 0.02, {0: -0.0}, 9)
+    found = Difference("s", "greedy", "SRPO", "FIRE", -0.01, -0.04, 0.02, {0: -0.0, 1: 0.0}, 90)
     assert found.sentence == "SRPO and FIRE cannot be told apart (0.0 points, 95 % interval 0.0 to 0.0)."
-    assert row(found)[4:7] == ["0.0", "0.0 to 0.0", "0.0"]
+    assert row(found)[4:7] == ["0.0", "0.0 to 0.0", "0.0, 0.0"]
 
 
 SAID = "small, GSM8K: The runs were evaluated on different held-out problems: 40 for Veto, SRPO; 200 for FIRE."
@@ -917,9 +945,22 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     covered = 0
     for _ in range(200):
         values = generator.choice([100.0, 0.0, -100.0], p=[0.3, 0.5, 0.2], size=80)
-        ((low, high),) = bootstrap_intervals([(values, np.ones(80))], resamples=500)
+        ((low, high),) = bootstrap_intervals([{0: dict(enumerate(values))}], resamples=500)
         covered += low <= 10.0 <= high
     assert 0.9 <= covered / 200 <= 0.99
+
+
+def test_the_interval_covers_differences_between_seeds():
+    """Ten seeds of two equal methods, whose differences vary from seed to seed by more than problems explain."""
+    generator, covered, of_problems = np.random.default_rng(4), 0, 0
+    for _ in range(100):
+        shifts = generator.normal(0, 30, size=10)
+        values = shifts[:, None] + generator.normal(0, 40, size=(10, 60))
+        by_seed = {seed: dict(enumerate(row)) for seed, row in enumerate(values)}
+        mean_of_seeds = {0: dict(enumerate(values.mean(0)))}
+        (low, high), (narrow_low, narrow_high) = bootstrap_intervals([by_seed, mean_of_seeds], resamples=500)
+        covered, of_problems = covered + (low <= 0 <= high), of_problems + (narrow_low <= 0 <= narrow_high)
+    assert covered >= 85 and of_problems < 50
 
 
 def test_answers_that_cannot_be_read_are_named(tmp_path):
@@ -1029,3 +1070,43 @@ def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):
     # Axes with names, a legend with every method, and what the band is.
     for label in ("optimizer step", "gradient norm", "FIRE", "SRPO", "small, GSM8K", "lowest to highest seed"):
         assert label in text
+
+
+def test_runs_whose_folder_or_evaluation_is_missing_are_named(tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    planned = [PlannedRun(f"x-fire-seed{i}", "train", "x", {}, "m", "t", "fire", i, 1e-3, 10, "") for i in range(3)]
+    suite.widen(Plan("mine", "My suite", {}, planned))
+    for run in planned:
+        write_run(suite.run_folder(run), (0.5, 0.7), seed=run.seed, eval_size=100)
+        suite.state_path(run).parent.mkdir(exist_ok=True)
+        suite.state_path(run).write_text(json.dumps({"state": "done"}))
+    (suite.run_folder(planned[1]) / "evals.jsonl").write_text("")
+    shutil.rmtree(suite.run_folder(planned[2]))
+    assert read_study([suite.folder]).notes == [
+        "x-fire-seed2 is left out: the suite has finished it, but its run directory is missing.",
+        "x-fire-seed1 has no evaluation, and counts in no accuracy.",
+    ]
+
+
+def test_a_curve_leaves_out_runs_without_its_column(tmp_path):
+    """One run was evaluated with samples, the other without."""
+    first = write_run(tmp_path / "a", [{"accuracy": 0.5, "sampled_accuracy": 0.4}, {"accuracy": 0.6, "sampled_accuracy": 0.5}])
+    runs = [read_run(first), read_run(write_run(tmp_path / "b", seed=1))]
+    curve = evaluation_curve(runs, "sampled_accuracy")
+    assert curve.x == [0, 10] and curve.mean == [0.4, 0.5] and evaluation_curve(runs[1:] * 2, "sampled_accuracy").x == []
+
+
+def test_nominal_rates_that_do_not_follow_the_rate_are_named(tmp_path):
+    pairs = [(1e-3, 1e-3), (2e-3, 2e-3), (4e-3, 1e-3), (4e-3, 4e-3)]
+    for index, (rate, nominal) in enumerate(pairs):
+        write_run(tmp_path / str(index), learning_rate=rate, nominal_learning_rate=nominal)
+    labels = [group.label for group in read_study(sorted(tmp_path.iterdir())).settings[0].groups]
+    assert (
+        len(set(labels)) == 4
+        and "FIRE, 4× rate (nominal_learning_rate 0.004)" in labels
+        and not any("( #" in x for x in labels)
+    )
+    for index in (2,):
+        shutil.rmtree(tmp_path / str(index))
+    labels = [group.label for group in read_study(sorted(tmp_path.iterdir())).settings[0].groups]
+    assert sorted(labels) == ["FIRE", "FIRE, 2× rate", "FIRE, 4× rate"]

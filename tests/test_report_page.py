@@ -63,7 +63,35 @@ def test_equal_methods_are_named_together_and_none_is_put_first_by_chance(tmp_pa
         *(answered(tmp_path / method, right, method=method) for method, right in [("veto", 80), ("fire", 80), ("srpo", 60)])
     )
     assert found.sentence.startswith("Veto and FIRE each solve 80.0 %") and found.best.label == "FIRE"
-    assert found.sentence.endswith("the most of 3 methods; SRPO is behind by more than chance.")
+    assert found.sentence.endswith("the most of 3 methods; SRPO is behind, for these single runs.")
+
+
+def test_a_method_that_is_ahead_on_what_both_have_is_not_behind(tmp_path):
+    """FIRE has the highest mean, thanks to a seed that the other method lacks."""
+    runs = [answered(tmp_path / f"fire{seed}", right, seed=seed) for seed, right in enumerate((60, 90))]
+    found = verdict(*runs, answered(tmp_path / "veto", 70, method="veto"))
+    assert found.best.label == "FIRE" and [d.label for d in found.ahead] == ["Veto"] and found.behind == []
+    assert found.sentence.endswith("the most of 2 methods; Veto is ahead on the problems and seeds that both have.")
+
+
+def test_methods_that_cannot_be_compared_and_other_numbers_of_steps_are_named(tmp_path):
+    runs = [answered(tmp_path / "fire", 90), answered(tmp_path / "veto", 89, method="veto", max_steps=20)]
+    (tmp_path / "veto" / "rollouts" / "eval_000010.parquet").rename(tmp_path / "veto" / "rollouts" / "eval_000020.parquet")
+    found = verdict(*runs, write_run(tmp_path / "srpo", (0.5, 0.2), method="srpo"))
+    assert found.answer.endswith(
+        "Veto cannot be told apart from that; SRPO cannot be compared without saved answers to the same problems."
+    )
+    assert found.problems == "They were trained for different numbers of steps: 10 for SRPO and FIRE; 20 for Veto."
+
+
+def test_a_gain_is_that_of_runs_with_both_values(tmp_path):
+    write_run(tmp_path / "a", (0.5, 0.6))
+    write_run(tmp_path / "b", (0.9,), seed=1)
+    (tmp_path / "b" / "evals.jsonl").write_text(json.dumps({"step": 10, "accuracy": 0.9, "n": 100}) + "\n")
+    assert (
+        "75.0 % of the held-out problems after training, +10.0 points since step 0."
+        in verdict(tmp_path / "a", tmp_path / "b").answer
+    )
 
 
 def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
@@ -71,8 +99,8 @@ def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
         *(write_run(tmp_path / method, (0.5, right), method=method) for method, right in [("fire", 0.6), ("srpo", 0.9)])
     )
     assert found.sentence == (
-        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; whether that is more than chance is not "
-        "known without saved answers to the same problems."
+        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; FIRE cannot be compared "
+        "without saved answers to the same problems."
     )
     assert [group.label for group in found.unknown] == ["FIRE"]
 
@@ -137,6 +165,21 @@ def test_a_mean_over_samples_has_the_interval_of_its_own_error():
     }
     assert width["accuracy"] == width["pass_at_4"] == pytest.approx(2 * 0.0962, abs=1e-3)
     assert width["sampled_accuracy"] == pytest.approx(2 * 1.96 * 0.025, rel=0.01), "the error is half that of 100 answers"
+
+
+def test_a_further_task_that_is_all_right_has_no_interval_of_other_problems():
+    row = {
+        "step": 1,
+        "n": 200,
+        "accuracy": 0.5,
+        "also_easy": 1.0,
+        "also_easy_stderr": 0.0,
+        "also_hard": 0.5,
+        "also_hard_stderr": 0.1,
+    }
+    log = Log.of([row], EVALUATIONS)
+    ends = {key: np.ravel(evaluated_intervals(log, key)) for key in ("also_easy", "also_hard")}
+    assert np.isnan(ends["also_easy"]).all() and ends["also_hard"] == pytest.approx([0.317, 0.683], abs=2e-3)
 
 
 def test_only_shares_of_problems_have_an_interval_of_problems():

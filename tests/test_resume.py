@@ -211,6 +211,9 @@ def test_a_changed_setting_is_refused_by_name_unless_allowed(copy, model, caplog
     with pytest.raises(CheckpointError, match="allow_changes learning_rat: .* did you mean learning_rate"):
         trainer().train(allow_changes=["learning_rat"])
     assert [row["step"] for row in read_jsonl(copy / "metrics.jsonl")] == [1, 2, 3, 4], "nothing was touched so far"
+    new = SelfDistillTrainer(args=killable_config(model, copy.with_name("new"), "fire"), task=RandomTask())
+    with pytest.raises(CheckpointError, match="allow_changes learning_rat: .* did you mean learning_rate"):
+        new.train(allow_changes=["learning_rat"])  # also without a checkpoint
     t = trainer()
     t.train(allow_changes=list(changes))
     rows = read_jsonl(copy / "metrics.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -425,3 +426,39 @@ def test_comparison(value, expected, json, equal):
 def test_forged_results_are_unreadable(text):
     report = {"late": False, "signal": None, "lost": 0, "output": "", "result": text or " "}
     assert sandbox._outcome(report).status == "unreadable"
+
+
+CHANGES = """
+import ctypes, os, socket, fcntl, struct, sys
+from firedistill.tasks import sandbox_stage as stage
+path, allowed = sys.argv[1], sys.argv[2] == "True"
+one, _ = socket.socketpair()
+stage.prctl(stage.PR_SET_NO_NEW_PRIVS, 1)
+stage.install_seccomp(stage.seccomp_program(allowed))
+tried = {
+    "chmod": lambda: os.chmod(path, 0o600), "utime": lambda: os.utime(path), "chown": lambda: os.chown(path, -1, -1),
+    "truncate": lambda: os.truncate(path, 3), "setxattr": lambda: os.setxattr(path, "user.x", b"1"),
+    "owner": lambda: fcntl.ioctl(one, 0x8901, struct.pack("i", os.getpid())),
+    "write": lambda: open(path, "r+").truncate(2),
+}
+for name, change in tried.items():
+    try:
+        change()
+        print(name, "done")
+    except OSError as error:
+        print(name, error.errno)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seccomp is Linux's")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_programs_that_share_a_user_with_the_trainer_cannot_change_its_files(allowed, tmp_path):
+    """What Landlock does not cover, the filter of system calls denies."""
+    path = tmp_path / "file"
+    path.write_text("content")
+    ended = subprocess.run([sys.executable, "-c", CHANGES, str(path), str(allowed)], capture_output=True, text=True)
+    found = dict(line.split() for line in ended.stdout.splitlines())
+    assert found.pop("owner") == str(errno.EPERM) and found.pop("write") == "done", ended.stderr
+    if found.get("setxattr") == str(errno.EOPNOTSUPP):
+        del found["setxattr"]  # of the file system
+    assert set(found.values()) == ({"done"} if allowed else {str(errno.EPERM)}) and len(found) >= 4

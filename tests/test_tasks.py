@@ -14,7 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from firedistill.tasks import TASKS, DataError, Example, Task, Verdict, load_task
+from firedistill.tasks import TASKS, DataError, Example, Task, Verdict, isolated, load_task
+from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.sources import PARQUET_EXPORT
 
 ROWS = {
@@ -680,3 +681,13 @@ def test_feedback_on_real_examples(name):
         fields = task.feedback(example, response, task.verify(example, response))
         assert f"submitted normalized answer=`{wrong_answer(example)}`" in fields[0].text
         assert "format issues=none" in fields[3].text
+
+
+def test_a_scorer_that_did_not_start_in_time_starts_anew(monkeypatch):
+    """A late greeting of its process would be taken for the reply to the next request."""
+    scorer = IsolatedScorer("import time\ntime.sleep(1.0)\ndef score(x):\n    return float(x)\n")
+    monkeypatch.setattr(isolated, "STARTING_SECONDS", 0.2)
+    assert scorer.score(1) == 0.0
+    monkeypatch.setattr(isolated, "STARTING_SECONDS", 60.0)
+    assert [scorer.score(x) for x in (2, 3, 4)] == [2.0, 3.0, 4.0]
+    scorer.close()

@@ -448,7 +448,7 @@ def test_a_hundred_versions_leave_two_and_never_serve_an_old_one(folder, servers
         assert found == expected(model, tmp_path, str(seed))
     assert all(len(one.adapters) == 2 for one in servers) and len(list((tmp_path / "adapters").iterdir())) == 2
     engine.close()
-    assert not any(one.adapters for one in servers) and not list((tmp_path / "adapters").iterdir())
+    assert not any(one.adapters for one in servers) and not (tmp_path / "adapters").exists()
 
 
 def test_equal_weights_are_handed_over_once(model, servers, tmp_path):
@@ -475,6 +475,7 @@ CUT = b'HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"model"'
     "faults",
     [
         [503, 500],
+        [429, 408, 425],
         [None, None, 500],
         [404],
         [CUT, CUT],
@@ -511,6 +512,22 @@ def test_a_server_that_stays_broken_is_an_error(faults, message, model, servers,
         engine_for(model, servers, tmp_path, patience=0.2).generate(PROMPTS, GREEDY, seed=0)
 
 
+def test_an_address_that_is_not_that_of_a_vllm_server_is_named(model, servers, tmp_path, monkeypatch):
+    def refuses(address, path, *arguments, **options):
+        raise server.Refusal(401, "Unauthorized")
+
+    monkeypatch.setattr(server, "request_json", refuses)
+    with pytest.raises(RolloutError, match=rf"{servers[0].url} refuses /v1/models \(401: Unauthorized\): expected the address"):
+        engine_for(model, servers[:1], tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_nothing_is_left_of_the_adapters_of_an_engine_that_is_closed(model, servers, tmp_path):
+    engine = engine_for(model, servers, tmp_path)
+    engine.generate(PROMPTS, GREEDY, seed=0)
+    engine.close()
+    assert not (tmp_path / "adapters").exists()
+
+
 def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "RETRY_AFTER", 0.01)
     gone = Server()
@@ -529,7 +546,7 @@ def test_a_server_that_goes_before_it_has_the_adapter_gets_it_later(model, serve
     found = engine.generate(PROMPTS, GREEDY, seed=0)
     assert [response.token_ids for response in found] == expected(model, tmp_path, "x")
     engine.close()
-    assert not list((tmp_path / "adapters").iterdir())
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_an_answer_of_another_model_is_never_used(model, servers, tmp_path):
@@ -582,7 +599,7 @@ def test_a_run_samples_by_a_server_and_reports_the_policy_gap(folder, servers, t
     for row in rows:
         assert {"rollout_kl", "seconds_export", "seconds_sampling"} <= row.keys()
     assert sum(one.requests["/v1/completions"] for one in servers) == 2 * 4 + 2 * 5, "two steps and two evaluations"
-    assert not any(one.adapters for one in servers) and not list((tmp_path / "run" / "rollout-adapters").iterdir())
+    assert not any(one.adapters for one in servers) and not (tmp_path / "run" / "rollout-adapters").exists()
     assert [row["n"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [5, 5]
 
 
@@ -834,4 +851,4 @@ class TestRealServer:
             with pytest.raises(RolloutError, match="has not answered for 3 s .*resumes from its last checkpoint"):
                 engine.generate(PROMPTS, GREEDY, seed=0)
         engine.close()
-        assert not list((tmp_path / "adapters").iterdir())
+        assert not (tmp_path / "adapters").exists()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from firedistill.memory import is_out_of_memory
+
 try:
     import triton
     import triton.language as tl
@@ -42,12 +44,18 @@ def fits(states: Tensor) -> bool:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Whether Triton makes kernels for this device. It needs a C compiler, and a GPU of compute capability 8.0 or above here."""
+    """Whether Triton makes kernels for this device. It needs a C compiler, and a GPU of compute capability 8.0 or above here.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory to try it.
+    """
     if triton is None or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     try:
         silu_product(torch.zeros(1, 2, dtype=torch.bfloat16, device=device))
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         logger.warning("sampling runs without Triton kernels: %s", " ".join(str(error).split())[:200])
         return False
     return True

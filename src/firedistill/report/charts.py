@@ -110,7 +110,9 @@ def evaluation_curve(runs: Sequence[Run], key: str = "accuracy") -> Curve:
     if len(runs) == 1:
         frame = trajectory(runs[0], key)
         return Curve.of_arrays(frame.index.to_numpy(), *frame.to_numpy().T)
-    columns = [series(*run.evaluations.column(key)) for run in runs]
+    columns = [column for run in runs if len(column := series(*run.evaluations.column(key)))]
+    if not columns:
+        return Curve.average(pd.DataFrame())
     return Curve.average(pd.concat(columns, axis=1, join="inner").sort_index())
 
 

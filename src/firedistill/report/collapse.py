@@ -11,7 +11,7 @@ The rules are thresholds that can be checked by eye, not statistical tests:
 - **accuracy drop**: from some evaluation on, every held-out accuracy is lower than the best one before by more than 5 points and
   more than two standard errors of the difference;
 - **sampling drop**: the same for the share of correct sampled answers in blocks of 20 steps, with three standard errors. A policy
-  can collapse while its greedy accuracy stays the same.
+  can collapse while its greedy accuracy stays the same. The first block has the 5 to 19 steps that are left over, if there are any.
 """
 
 from __future__ import annotations
@@ -159,20 +159,22 @@ def accuracy_drop(
 def sampling_drop(steps: Sequence[int] | ndarray, rates: Sequence[float] | ndarray) -> Event | None:
     """The share of correct sampled answers falls and does not recover.
 
-    Compares blocks of BLOCK steps, the last of which ends with the last step. The standard error of a block is that of the mean of
-    its steps, so that it holds whether the responses of a step answer one problem or several.
+    Compares blocks of BLOCK steps, the last of which ends with the last step; the first one may be shorter. The standard error of a
+    block is that of the mean of its steps, so that it holds whether the responses of a step answer one problem or several.
     """
-    starts = range(len(rates) % BLOCK, len(rates), BLOCK)
-    blocks = np.reshape(np.asarray(rates, dtype=float)[len(rates) % BLOCK :], (-1, BLOCK))
-    means, errors = blocks.mean(axis=1), blocks.std(axis=1, ddof=1) / math.sqrt(BLOCK)
+    values, rest = np.asarray(rates, dtype=float), len(rates) % BLOCK
+    starts = [0] * (rest >= AT_LEAST) + list(range(rest, len(values), BLOCK))
+    blocks = [values[start : (start - rest) // BLOCK * BLOCK + rest + BLOCK] for start in starts]
+    means = np.array([block.mean() for block in blocks])
+    errors = np.array([block.std(ddof=1) / math.sqrt(len(block)) for block in blocks])
     fall = lasting_fall(means, errors, BLOCK_ERRORS)
     if fall is None:
         return None
     best, first = fall
-    step, until = steps[starts[first]], steps[starts[best] + BLOCK - 1]
+    step, until = steps[starts[first]], steps[starts[best] + len(blocks[best]) - 1]
     text = (
-        f"sampled answers right: {means[best]:.1%} in the {BLOCK} steps to {until}, {means[first]:.1%} in those from {step} on, "
-        f"{means[-1]:.1%} in the last {BLOCK}"
+        f"sampled answers right: {means[best]:.1%} in the {len(blocks[best])} steps to {until}, "
+        f"{means[first]:.1%} in those from {step} on, {means[-1]:.1%} in the last {len(blocks[-1])}"
     )
     return Event("sampling drop", "correct_rate", int(step), float(means[first]), text)
 

@@ -164,7 +164,7 @@ def panel_figure(
             axes.spines[["top", "right"]].set_visible(False)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(title.replace("$", r"\$"), fontsize=10)
         add_legend(figure)
         return figure
 

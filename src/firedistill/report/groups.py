@@ -104,6 +104,11 @@ class Group:
         """Percentages before the first step, one per finished run that was evaluated then."""
         return [100 * value for run in self.finished if math.isfinite(value := run.initial)]
 
+    def gain(self) -> float | None:
+        """Percentage points since step 0, the mean over the runs that were evaluated before and after; None without one."""
+        gains = [100 * gain for run in self.finished if math.isfinite(gain := run.final("accuracy") - run.initial)]
+        return sum(gains) / len(gains) if gains else None
+
 
 @dataclass
 class Setting:
@@ -197,7 +202,7 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     labels = Counter[str]()
     for group in groups:  # long values of different settings may begin alike
         labels[label := group.label] += 1
-        group.apart += f" #{labels[label]}" if labels[label] > 1 else ""
+        group.apart = f"{group.apart} #{labels[label]}".strip() if labels[label] > 1 else group.apart
     assign_lines(groups)
     return groups
 
@@ -219,6 +224,10 @@ def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Ru
     for run, of_run in zip(runs, settings, strict=True):
         values = {name: of_run.get(name) for name in differing}
         parts.setdefault(repr(values), (values, []))[1].append(run)
+    nominal = [of_run.get("nominal_learning_rate") for of_run in settings]
+    if all(rate in (None, of_run.get("learning_rate")) for rate, of_run in zip(nominal, settings, strict=True)):
+        for values, _ in parts.values():  # the learning rate says it all
+            values.pop("nominal_learning_rate", None)
     return list(parts.values())
 
 
@@ -237,10 +246,8 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described(values: Mapping[str, Any]) -> str:
-    """Settings as text. Without the learning rate, which labels give as a multiple, and the nominal rate that follows it."""
-    names = [name for name in values if name not in ("learning_rate", "nominal_learning_rate")]
-    if "nominal_learning_rate" in values and "learning_rate" not in values:
-        names.append("nominal_learning_rate")
+    """Settings as text. Without the learning rate, which labels give as a multiple."""
+    names = [name for name in values if name != "learning_rate"]
     return ", ".join(filter(None, (setting_text(name, values[name]) for name in names)))
 
 

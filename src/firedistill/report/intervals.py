@@ -38,7 +38,9 @@ def evaluated_intervals(evaluations: Log, key: str) -> tuple[ndarray, ndarray]:
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         by_error = shares * (1 - shares) / errors**2
     usable = (errors > 0) & (errors < 1) & (by_error >= 1) & np.isfinite(by_error)
-    return wilson(shares, np.where(usable, by_error, evaluations["n"]))
+    # `n` counts the problems of the task itself, and an error of 0 does not tell how many a further task has.
+    unknown = key.startswith("also_") & (errors == 0)
+    return wilson(shares, np.where(usable, by_error, np.where(unknown, np.nan, evaluations["n"])))
 
 
 @dataclass(frozen=True)

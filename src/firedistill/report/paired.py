@@ -2,8 +2,8 @@
 
 Two methods that answer the same problems differ by less than their separate standard errors suggest, because hard problems are hard
 for both. The difference is therefore taken problem by problem, for the seeds that both methods have, and the interval is that of a
-bootstrap over problems: it says how the difference would vary with other problems of the same kind, for these training seeds. How it
-varies from seed to seed is shown by the seeds' own differences.
+bootstrap that draws problems and seeds, both with replacement. With few seeds it is too narrow. With one seed it draws problems
+only, and says nothing about other training runs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from firedistill.run.directory import rollout_file
 RESAMPLES, COVERAGE = 10_000, 0.95
 # Resamples at a time, so that their weights do not fill the memory.
 BLOCK = 500
+# Problems that two groups must share for a judgement of their difference.
+ENOUGH = 20
 # Greedy answers after the last step, and samples where there are some: what their files are called.
 KINDS = {"greedy": "eval", "sampled": "sampled"}
 
@@ -54,16 +56,23 @@ class Difference:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves out 0."""
-        return self.low > 0 or self.high < 0
+        """Whether the interval leaves out 0 and rests on enough problems."""
+        return self.problems >= ENOUGH and (self.low > 0 or self.high < 0)
+
+    @property
+    def scope(self) -> str:
+        """What the interval does not cover, as an ending of a sentence; empty if there are several seeds."""
+        return "" if len(self.by_seed) > 1 else ", for these single runs"
 
     @property
     def sentence(self) -> str:
         """`FIRE, 2x rate and FIRE cannot be told apart (+0.5 points, 95 % interval -0.8 to +1.7).`"""
         interval = f"{signed(self.mean)} points, {COVERAGE * 100:.0f} % interval {signed(self.low)} to {signed(self.high)}"
+        if self.problems < ENOUGH:
+            return f"{self.label} and {self.reference} share {self.problems} problems, too few for a judgement ({interval})."
         if not self.told_apart:
-            return f"{self.label} and {self.reference} cannot be told apart ({interval})."
-        return f"{self.label} is {'more' if self.mean > 0 else 'less'} accurate than {self.reference} ({interval})."
+            return f"{self.label} and {self.reference} cannot be told apart ({interval}{self.scope})."
+        return f"{self.label} is {'more' if self.mean > 0 else 'less'} accurate than {self.reference} ({interval}{self.scope})."
 
 
 def signed(points: float) -> str:
@@ -78,7 +87,7 @@ def row(difference: Difference) -> list[str]:
     """The cells below HEADER."""
     d = difference
     seeds = ", ".join(map(signed, d.by_seed.values()))
-    judged = "" if d.told_apart else "cannot be told apart"
+    judged = "too few problems" if d.problems < ENOUGH else "" if d.told_apart else "cannot be told apart"
     interval = f"{signed(d.low)} to {signed(d.high)}"
     return [d.setting, d.kind, d.label, d.reference, signed(d.mean), interval, seeds, str(d.problems), judged]
 
@@ -106,20 +115,19 @@ def differences_from(setting: Setting, reference: Group, kind: str, notes: list[
     theirs = answers_of(reference, kind, notes)
     paired = [(group, pairs(answers_of(group, kind, notes), theirs)) for group in setting.groups if group is not reference]
     paired = [(group, by_seed) for group, by_seed in paired if by_seed]
-    sums = [totals(by_seed) for _, by_seed in paired]
-    intervals = bootstrap_intervals(sums)
+    intervals = bootstrap_intervals([by_seed for _, by_seed in paired])
     return [
         Difference(
             setting.title,
             kind,
             group.label,
             reference.label,
-            float(total.sum() / count.sum()),
+            fmean(value for of_seed in by_seed.values() for value in of_seed.values()),
             *interval,
             {seed: fmean(of_seed.values()) for seed, of_seed in by_seed.items()},
-            len(total),
+            len({problem for of_seed in by_seed.values() for problem in of_seed}),
         )
-        for (group, by_seed), (total, count), interval in zip(paired, sums, intervals, strict=True)
+        for (group, by_seed), interval in zip(paired, intervals, strict=True)
     ]
 
 
@@ -127,7 +135,7 @@ Answers = dict[int, dict[str, float]]
 
 
 def answers_of(group: Group, kind: str, notes: list[str]) -> Answers:
-    """The share of correct answers to each problem after the last step, by seed and uid; of the finished runs."""
+    """The share of correct answers to each problem after the last step, by seed and problem; of the finished runs."""
     return {run.seed: answers for run in group.finished if (answers := answers_of_run(run, kind, notes))}
 
 
@@ -142,16 +150,17 @@ def read_answers(path: Path, notes: list[str]) -> dict[str, float]:
     if not path.is_file():
         return {}
     try:
-        table = pq.read_table(path, columns=["uid", "correct"])
-        uids, correct = table["uid"].to_pylist(), table["correct"].to_pylist()
+        table = pq.read_table(path, columns=["uid", "prompt", "expected", "correct"])
+        *texts, correct = (table[name].to_pylist() for name in ("uid", "prompt", "expected", "correct"))
     except (OSError, pa.ArrowException, KeyError, ValueError) as error:
         notes.append(left_out(path, error))
         return {}
     totals: dict[str, list[int]] = {}
-    for uid, right in zip(uids, correct, strict=True):
-        if isinstance(uid, str) and isinstance(right, bool):
-            totals.setdefault(uid, []).append(right)
-    return {uid: sum(values) / len(values) for uid, values in totals.items()}
+    # Files of different problems may have equal uids.
+    for *problem, right in zip(*texts, correct, strict=True):
+        if isinstance(problem[0], str) and isinstance(right, bool):
+            totals.setdefault("\n".join(map(str, problem)), []).append(right)
+    return {problem: sum(values) / len(values) for problem, values in totals.items()}
 
 
 # What picks the held-out problems of runs on the same task.
@@ -206,39 +215,44 @@ def number_of_problems(groups: Iterable[Group]) -> str:
 def pairs(answers: Answers, reference: Answers) -> Answers:
     """The differences in percentage points, by seed and problem that both have."""
     found = {
-        seed: {uid: 100 * (answers[seed][uid] - reference[seed][uid]) for uid in answers[seed] if uid in reference[seed]}
+        seed: {
+            problem: 100 * (share - reference[seed][problem])
+            for problem, share in answers[seed].items()
+            if problem in reference[seed]
+        }
         for seed in sorted(answers.keys() & reference.keys())
     }
     return {seed: of_seed for seed, of_seed in found.items() if of_seed}
 
 
-def totals(by_seed: Answers) -> tuple[ndarray, ndarray]:
-    """Sum and number of the differences of each problem, over seeds."""
-    found: dict[str, list[float]] = {}
-    for of_seed in by_seed.values():
-        for uid, difference in of_seed.items():
-            found.setdefault(uid, []).append(difference)
-    return np.array([sum(values) for values in found.values()]), np.array([float(len(values)) for values in found.values()])
-
-
-def bootstrap_intervals(totals: Sequence[tuple[ndarray, ndarray]], resamples: int = RESAMPLES) -> list[tuple[float, float]]:
-    """Percentile intervals of `sum(sums) / sum(counts)` when problems are drawn with replacement; the same for the same values.
-
-    Args:
-        totals: pairs of sums and counts, `[P]` per problem. Pairs with the same P share their draws.
-    """
+def bootstrap_intervals(several: Sequence[Answers], resamples: int = RESAMPLES) -> list[tuple[float, float]]:
+    """Percentile intervals of mean differences when seeds and problems are drawn with replacement; the same for the same values."""
+    tables = [table_of(by_seed) for by_seed in several]
     found: dict[int, tuple[float, float]] = {}
-    for problems in {len(sums) for sums, _ in totals}:
-        places = [place for place, (sums, _) in enumerate(totals) if len(sums) == problems]
-        sums, counts = (np.stack([totals[place][side] for place in places], axis=1) for side in (0, 1))
-        generator, estimates = np.random.default_rng(0), []
+    for shape in {sums.shape for sums, _ in tables}:  # which share their draws
+        places = [place for place, (sums, _) in enumerate(tables) if sums.shape == shape]
+        generator, estimates = np.random.default_rng(0), dict[int, list[ndarray]]()
         for start in range(0, resamples, BLOCK):
             size = min(BLOCK, resamples - start)
-            weights = generator.multinomial(problems, np.full(problems, 1 / problems), size=size).astype(float)
-            estimates.append(weights @ sums / (weights @ counts))
-        ends = np.quantile(np.concatenate(estimates), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2], axis=0)
-        found |= dict(zip(places, zip(*ends.tolist(), strict=True), strict=True))
-    return [found[place] for place in range(len(totals))]
+            seeds, problems = (generator.multinomial(n, np.full(n, 1 / n), size=size).astype(float) for n in shape)
+            for place in places:
+                total, count = ((seeds * (problems @ side.T)).sum(1) for side in tables[place])
+                drawn = count > 0  # a draw may hold no problem of the drawn seeds
+                estimates.setdefault(place, []).append(total[drawn] / count[drawn])
+        for place in places:
+            low, high = np.quantile(np.concatenate(estimates[place]), [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+            found[place] = float(low), float(high)
+    return [found[place] for place in range(len(tables))]
+
+
+def table_of(by_seed: Answers) -> tuple[ndarray, ndarray]:
+    """Differences and their number, `[seeds, problems]`; both are 0 where a seed does not have a problem."""
+    places = {problem: place for place, problem in enumerate(dict.fromkeys(p for of_seed in by_seed.values() for p in of_seed))}
+    sums, counts = np.zeros((2, len(by_seed), len(places)))
+    for row, of_seed in enumerate(by_seed.values()):
+        columns = [places[problem] for problem in of_seed]
+        sums[row, columns], counts[row, columns] = list(of_seed.values()), 1
+    return sums, counts
 
 
 def sentences(differences: Iterable[Difference]) -> Sequence[str]:

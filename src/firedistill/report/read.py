@@ -150,6 +150,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
             notes.append(f"{run.name} has not completed a step yet.")
         elif not run.finished:
             notes.append(f"{run.name} is not finished: step {run.step} of {run.max_steps}.")
+        elif run.config.get("eval_size") and not len(run.evaluations):
+            notes.append(f"{run.name} has no evaluation, and counts in no accuracy.")
     started = [run for run in runs.values() if len(run.metrics)]
     if not started:
         raise ValueError(f"there is nothing to report on. {' '.join(notes)}")
@@ -185,6 +187,8 @@ def read_suite(folder: Path) -> tuple[list[Run], str, list[str]]:
         )
     for planned in plan.runs:
         place = suite.run_folder(planned)
+        if planned.command == "train" and states[planned.id].name == "done" and not place.is_dir():
+            notes.append(f"{shown(planned.id)} is left out: the suite has finished it, but its run directory is missing.")
         if planned.command == "train" and place.is_dir():
             try:
                 runs.append(read_run(place, planned.id, planned.variant))

@@ -23,9 +23,11 @@ class Verdict:
         ties: the labels of all candidates with that mean.
         final, sampled: its greedy and its sampled accuracy.
         first: its accuracy before the first step, in percent.
+        gain: see `Group.gain`.
         level: candidates whose difference from the best one has an interval that covers 0.
-        behind: the differences of those whose interval does not.
-        unknown: candidates that share no answers with the best one.
+        behind, ahead: the differences of those whose interval lies below or above 0. A candidate can be ahead on the problems and seeds
+            that it shares with the best one, if one of them has more.
+        unknown: candidates that share too few answers with the best one.
         collapsed: groups with runs that collapsed, and for each of them what happened, in words.
         problems: see `different_problems`.
     """
@@ -37,8 +39,10 @@ class Verdict:
     final: Estimate | None
     sampled: Estimate | None
     first: float | None
+    gain: float | None
     level: list[Difference]
     behind: list[Difference]
+    ahead: list[Difference]
     unknown: list[Group]
     collapsed: list[tuple[Group, str]]
     problems: str
@@ -55,21 +59,25 @@ class Verdict:
         verb = "solves" if len(self.ties) == 1 else "each solve"
         solved = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems after training"
         if len(self.candidates) == 1:
-            gain = f", {with_minus(self.final.mean - self.first)} points since step 0" if self.first is not None else ""
+            gain = f", {with_minus(self.gain)} points since step 0" if self.gain is not None else ""
             return f"{solved}{gain}."
-        rivals = f", the most of {len(self.candidates)} {self.kind}"
         level = [difference.label for difference in self.level if difference.label not in self.ties]
-        if len(level) > 3 and not self.behind and not self.unknown:
-            return f"{solved}{rivals}, but none of the others can be told apart from that."
-        if level:
-            return f"{solved}{rivals}; {listed(level)} cannot be told apart from that."
+        clauses = []
+        if len(level) > 3 and not (self.behind or self.ahead or self.unknown):
+            clauses.append("none of the others can be told apart from that")
+        elif level:
+            clauses.append(f"{listed(level)} cannot be told apart from that")
+        if self.ahead:
+            verb = "is" if len(self.ahead) == 1 else "are"
+            clauses.append(f"{listed([d.label for d in self.ahead])} {verb} ahead on the problems and seeds that both have")
+        if self.behind and not (level or self.ahead or self.unknown):
+            who = f"{self.behind[0].label} is" if len(self.behind) == 1 else "the others are"
+            clauses.append(f"{who} behind{self.behind[0].scope}")
         if self.unknown:
-            return (
-                f"{solved}{rivals}; whether that is more than chance is not known without saved answers to the same problems."
+            clauses.append(
+                f"{listed([group.label for group in self.unknown])} cannot be compared without saved answers to the same problems"
             )
-        if len(self.behind) == 1:
-            return f"{solved}{rivals}; {self.behind[0].label} is behind by more than chance."
-        return f"{solved}{rivals}; the others are behind by more than chance." if self.behind else f"{solved}{rivals}."
+        return "; ".join([f"{solved}, the most of {len(self.candidates)} {self.kind}", *clauses]) + "."
 
     @property
     def kind(self) -> str:
@@ -103,9 +111,11 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
     best = reference if any(group is reference for group in first) else next(iter(first), None)
     collapsed = [(group, text) for group in setting.groups if (text := collapse_of(group))]
     if best is None:
-        return Verdict(setting, candidates, None, [], None, None, None, [], [], [], collapsed, "")
+        return Verdict(setting, candidates, None, [], None, None, None, None, [], [], [], [], collapsed, "")
     labels = {group.label for group in candidates}
-    compared = [d for d in differences_from(setting, best, "greedy", notes) if d.label in labels]
+    compared = [
+        d for d in differences_from(setting, best, "greedy", notes) if d.label in labels and d.problems >= paired.ENOUGH
+    ]
     known = {best.label, *(difference.label for difference in compared)}
     before = best.initials()
     return Verdict(
@@ -116,12 +126,23 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
         finals[id(best)],
         estimate(best, "sampled_accuracy"),
         sum(before) / len(before) if before else None,
+        best.gain(),
         sorted((d for d in compared if not d.told_apart), key=lambda d: -d.mean),
-        sorted((d for d in compared if d.told_apart), key=lambda d: -d.mean),
+        sorted((d for d in compared if d.told_apart and d.mean < 0), key=lambda d: -d.mean),
+        sorted((d for d in compared if d.told_apart and d.mean > 0), key=lambda d: -d.mean),
         [group for group in candidates if group.label not in known],
         collapsed,
-        different_problems(setting, notes),
+        f"{different_problems(setting, notes)} {different_steps(candidates)}".strip(),
     )
+
+
+def different_steps(groups: Sequence[Group]) -> str:
+    """The numbers of steps of the groups, as a sentence; empty if all were trained equally long."""
+    parts: dict[int, list[str]] = {}
+    for group in sorted(groups, key=lambda group: group.runs[0].max_steps):
+        parts.setdefault(group.runs[0].max_steps, []).append(group.label)
+    counts = "; ".join(f"{steps} for {listed(labels)}" for steps, labels in parts.items())
+    return f"They were trained for different numbers of steps: {counts}." if len(parts) > 1 else ""
 
 
 def collapse_of(group: Group) -> str:

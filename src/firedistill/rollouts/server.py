@@ -76,7 +76,7 @@ def request_json(server: str, path: str, body: dict[str, Any] | None, timeout: f
         raise OSError(repr(error)[:300]) from error
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -131,6 +131,8 @@ class VLLMServerEngine(RemoteEngine):
         """Take the adapters from the servers and remove their folders."""
         while self.versions:
             self._withdraw(self.versions.pop(0))
+        with suppress(OSError):  # it does not exist, or holds other files
+            self.folder.rmdir()
 
     # ---- Weights ---------------------------------------------------------------------------------------------------------------------
 
@@ -172,11 +174,18 @@ class VLLMServerEngine(RemoteEngine):
     def _check_servers(self) -> None:
         paddings = []
         for server in self.servers:
-            models = self._post(server, "/v1/models", None).get("data")
+            try:
+                models = self._post(server, "/v1/models", None).get("data")
+            except Refusal as refusal:
+                raise RolloutError(
+                    f"{server} refuses /v1/models ({refusal.status}: {refusal}): expected the address of a vLLM server without /v1, "
+                    "and no key"
+                ) from refusal
             if not (isinstance(models, list) and models and isinstance(models[0], dict)):
                 raise RolloutError(f"{server} lists no models at /v1/models: expected a vLLM server")
-            if version := self._post(server, "/version", None).get("version"):
-                check_vllm(str(version), server)
+            with suppress(Refusal):  # behind a proxy that hides it
+                if version := self._post(server, "/version", None).get("version"):
+                    check_vllm(str(version), server)
             length = models[0].get("max_model_len")
             if isinstance(length, int) and length < self.context:
                 raise RolloutError(
@@ -226,7 +235,7 @@ class VLLMServerEngine(RemoteEngine):
             try:
                 return request_json(server, path, body, timeout=max(until - time.monotonic(), 1.0))
             except Refusal as refusal:
-                if refusal.status < 500:
+                if refusal.status < 500 and refusal.status not in (408, 425, 429):
                     raise
                 problem: Exception = refusal
             except OSError as error:  # no connection, a connection that was cut, or a time limit

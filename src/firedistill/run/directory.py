@@ -117,7 +117,7 @@ def remove_run(folder: Path) -> None:
     """Delete what a run has written in the folder, and nothing else.
 
     Raises:
-        RunDirectoryError: see `refuse_other_files`.
+        RunDirectoryError: see `refuse_other_files`; or a checkpoint cannot be deleted.
     """
     refuse_other_files(folder)
     if not is_run(folder):
@@ -133,6 +133,9 @@ def remove_run(folder: Path) -> None:
             inner.rmdir()
     for name in RUN_FILES:
         remove(folder / name)
+    for path in folder.glob("checkpoint-*"):
+        if CHECKPOINT.fullmatch(path.name):  # the new run would resume from it
+            raise RunDirectoryError(f"{path} cannot be deleted: delete it yourself, or name another --output_dir")
 
 
 def remove(path: Path) -> None:
@@ -215,7 +218,7 @@ class RunLock:
     # The file is opened once: closing any other handle of a process would release its record lock.
 
     def _take(self) -> None:
-        self.created = make_folder(self.folder)
+        self.created, self.locks = make_folder(self.folder), fcntl is not None
         self.file = open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0)  # noqa: SIM115
         try:
             if not self._lock():
@@ -262,7 +265,9 @@ class RunLock:
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:
-            logger.warning("%s cannot be locked (%s); its heartbeat alone protects the run", self.path, error)
+            if self.locks:
+                logger.warning("%s cannot be locked (%s); its heartbeat alone protects the run", self.path, error)
+            self.locks = False
         return True
 
     def _holder(self) -> dict[str, Any]:
@@ -281,7 +286,7 @@ class RunLock:
             RunDirectoryError: its heartbeat changes.
         """
         holder, beat = self._holder(), os.fstat(self.file.fileno()).st_mtime_ns
-        if not holder or (fcntl is not None and holder.get("machine") == machine()):
+        if not holder or (self.locks and holder.get("machine") == machine()):
             return
         age = self._now() - beat / 1e9
         if age < GONE_AFTER:

@@ -164,12 +164,7 @@ def refuse_differences(
     Raises:
         CheckpointError: a difference is not allowed, or an allowed name is neither a setting nor a fingerprint.
     """
-    given = part(present, "given")
-    known = [*_defaults(config), *given]
-    for name in allowed:
-        if name not in known:
-            hint = nearest(name, known) or f"; expected names of options, or of {', '.join(given)}"
-            raise CheckpointError(f"--allow_changes {name}: there is no such name{hint}")
+    check_allowed(present, config, allowed)
     found = differences(stored, present, config)
     refused = {name: text for name, text in found.items() if name not in allowed}
     if refused:
@@ -179,6 +174,16 @@ def refuse_differences(
             "(in Python: allow_changes=[...], resume_from_checkpoint=False, output_dir=...)"
         )
     return found
+
+
+def check_allowed(present: Mapping[str, Any], config: SelfDistillConfig, allowed: Sequence[str]) -> None:
+    """Raise CheckpointError if an allowed name is neither a setting nor a fingerprint."""
+    given = part(present, "given")
+    known = [*_defaults(config), *given]
+    for name in allowed:
+        if name not in known:
+            hint = nearest(name, known) or f"; expected names of options, or of {', '.join(given)}"
+            raise CheckpointError(f"--allow_changes {name}: there is no such name{hint}")
 
 
 def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:

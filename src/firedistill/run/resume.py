@@ -146,6 +146,8 @@ class ResumableTrainer(Trainer):
         if len(set(gather_object([str(folder)]))) > 1:
             raise CheckpointError(f"the processes see different checkpoints in {self.args.run_dir}: it must be a shared folder")
         if folder is None:
+            if allow_changes:
+                identity.check_allowed(self.identity(), self.args, allow_changes)
             return None
         step, manifest = checkpoints.step_of(folder), checkpoints.read_manifest(folder)
         if manifest.get("step") != step:

@@ -54,7 +54,7 @@ while True:
             self.start()
             if not self.ready:
                 self._read(STARTING_SECONDS)  # waits for slow imports, which the time limit excludes
-                self.ready = True
+                self.ready = self.process is not None
             return self._ask(request)
 
     def start(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.kernels import captured
@@ -17,8 +18,6 @@ from firedistill.benchmarks.gpu.timing import Variant, timed
 from firedistill.models import one_token
 from firedistill.models.attention import grouped_attention
 from firedistill.rollouts.layers import rotated
-
-CUDNN = "attention, cuDNN"
 
 
 class LayerInputs:
@@ -64,7 +63,7 @@ def silu_product(gates: Tensor) -> Tensor:
 def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInputs], Tensor]]:
     """By name; the first of each kind is the one to compare with."""
     scale = x.keys.shape[-1] ** -0.5
-    compiled = {f: torch.compile(f, backend=setting.sizes.compiler) for f in (by_products, silu_product)}
+    compiled = {f: torch.compile(f, backend=setting.sizes.compiler, dynamic=False) for f in (by_products, silu_product)}
     found: dict[str, Callable[[LayerInputs], Tensor]] = {
         "attention, PyTorch": lambda x: grouped_attention(x.query, x.keys, x.values, x.added, scale),
         "attention, torch.compile": lambda x: compiled[by_products](x.query, x.keys, x.values, x.added, scale),
@@ -72,8 +71,13 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
         "gates, PyTorch": lambda x: silu_product(x.gates),
         "gates, torch.compile": lambda x: compiled[silu_product](x.gates),
     }
-    if setting.is_gpu:
-        found[CUDNN] = found["attention, PyTorch"]
+    if setting.is_gpu and torch.backends.cudnn.is_available():
+
+        def by_cudnn(x: LayerInputs) -> Tensor:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return grouped_attention(x.query, x.keys, x.values, x.added, scale)
+
+        found["attention, cuDNN"] = by_cudnn
     if one_token.fits(x.keys):
         found |= {
             "attention, kernel": lambda x: one_token.one_query_attention(x.query, x.keys, x.values, x.visible, scale),
@@ -93,13 +97,11 @@ def one_token_layers(setting: Setting) -> Iterator[harness.Row]:
         cache: Work = [(0.0, 2.0 * layers[0].keys[..., columns // 4 :, :].nbytes)]
         variants, expected = {}, dict[str, Tensor]()
         for name, operation in operations(setting, layers[0]).items():
-            torch.backends.cuda.enable_cudnn_sdp(name == CUDNN)
             found = operation(layers[0]).float()
             difference = (found - expected.setdefault(name.partition(",")[0], found)).abs().max()
             run: Callable[[], Any] = partial(in_turn, operation, layers)
             run = captured(run).replay if setting.is_gpu else run
             variants[name] = Variant(run, cache if name.startswith("attention") else None, {"difference": float(difference)})
-        torch.backends.cuda.enable_cudnn_sdp(False)
         for row in timed({"batch": batch, "columns": columns}, variants, sizes.repeats):
             for clock in ("seconds", "processor_seconds"):
                 row[clock] = {name: value / len(layers) for name, value in row[clock].items()}
