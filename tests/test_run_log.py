@@ -181,6 +181,13 @@ def test_resumption_splits_a_shared_file(step, tmp_path, monkeypatch):
     assert rows_by_file(tmp_path / "a") == rows_by_file(tmp_path / "b")
 
 
+def test_a_damaged_shared_file_is_named(tmp_path):
+    log = filled(tmp_path, range(1, 102))
+    (tmp_path / "rollouts" / "step_000001-000100.parquet").write_bytes(b"PAR1 junk")
+    with pytest.raises(ValueError, match=r"step_000001-000100.parquet is damaged .*: move it away to resume"):
+        log.start(50)
+
+
 def test_resumption_keeps_the_answers_of_evaluations_within_a_shared_file(tmp_path):
     log = filled(tmp_path, range(1, 103))
     for kind in ("eval", "sampled"):

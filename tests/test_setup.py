@@ -11,8 +11,9 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import GenerationConfig
 
-from firedistill import Example, SelfDistillTrainer
+from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup
 from firedistill.evaluation import answer_examples
+from firedistill.memory import OutOfMemory
 from firedistill.models.lora import add_lora
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.setup import load_setup
@@ -301,3 +302,12 @@ def test_an_optimizer_of_other_parameters_is_refused(config):
         ValueError, match="the optimizer holds none of the adapter's parameters: pass a model that has its adapter"
     ):
         SelfDistillTrainer(model, config(), processing_class=byte_tokenizer(), optimizers=(optimizer, None))
+
+
+def test_an_adapter_that_does_not_fit_is_an_error_that_names_its_rank(checkpoint, tmp_path, monkeypatch):
+    def too_large(*arguments, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(setup, "add_lora", too_large)
+    with pytest.raises(OutOfMemory, match=r"the adapter does not fit; lower lora_r \(99999999\)"):
+        setup.trainable_adapter(None, SelfDistillConfig(output_dir=str(tmp_path), lora_r=99_999_999))

@@ -169,8 +169,19 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     other = tmp_path / "firedistill-notes"
     for path in (stale, alive, other):
         path.mkdir()
-    mine = weights.scratch_folder()
+    mine = weights.scratch_folder(1000)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
+
+
+def test_scratch_folders_are_in_memory_where_they_fit(tmp_path, monkeypatch):
+    """A container's /dev/shm has 64 MB by default."""
+    in_memory, elsewhere = tmp_path / "shm", tmp_path / "tmp"
+    for place in (in_memory, elsewhere):
+        place.mkdir()
+    monkeypatch.setattr(weights, "SHARED_MEMORY", in_memory)
+    monkeypatch.setattr(weights.tempfile, "gettempdir", lambda: str(elsewhere))
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
+    assert weights.scratch_folder(2**20).parent == in_memory and weights.scratch_folder(2**30).parent == elsewhere
 
 
 # ---- Heads of a size that vLLM does not support on CPUs ----------------------------------------------------------------------
@@ -487,6 +498,29 @@ def test_a_server_that_fails_for_a_while_is_retried(faults, model, servers, tmp_
     servers[0].faults = list(faults)
     responses = engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
     assert [response.token_ids for response in responses] == expected(model, tmp_path, "x") and not servers[0].faults
+
+
+def test_a_request_that_hangs_does_not_keep_the_caller():
+    """Neither an error of another request nor Ctrl-C waits for it; the results that are there are in order."""
+    hang, begun = threading.Event(), []
+
+    def call(item):
+        begun.append(item)
+        if item == 2:
+            hang.wait(60)
+        if item == 3:
+            raise RolloutError("refused")
+        return 10 * item
+
+    others = threading.enumerate()
+    found, start = server.mapped(call, [0, 1, 2, 3, 4, 5], threads=2), time.monotonic()
+    assert [next(found), next(found)] == [0, 10]
+    found.close()  # as by an exception in the caller
+    assert time.monotonic() - start < 30 and all(thread.daemon for thread in threading.enumerate() if thread not in others)
+    hang.set()
+    with pytest.raises(RolloutError, match="refused"):
+        list(server.mapped(call, [3, 0], threads=1))
+    assert list(server.mapped(call, [], threads=4)) == [] and list(server.mapped(call, [4, 0, 1], threads=9)) == [40, 0, 10]
 
 
 def test_a_server_that_restarts_gets_the_adapter_again(model, servers, tmp_path):

@@ -524,6 +524,11 @@ def trainable_adapter(model: PreTrainedModel, args: SelfDistillConfig) -> PeftMo
     """The model with the adapter that `args.initial_adapter` names, or else with a new one."""
     if args.initial_adapter is not None:
         return load_adapter(model, args.initial_adapter)
-    return add_lora(
-        model, r=args.lora_r, alpha=args.lora_alpha, dropout=args.lora_dropout, target_modules=tuple(args.lora_target_modules)
-    )
+    with explained_memory(f"the adapter does not fit; lower lora_r ({args.lora_r})"):
+        return add_lora(
+            model,
+            r=args.lora_r,
+            alpha=args.lora_alpha,
+            dropout=args.lora_dropout,
+            target_modules=tuple(args.lora_target_modules),
+        )

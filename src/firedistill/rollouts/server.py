@@ -12,15 +12,16 @@ from __future__ import annotations
 import http.client
 import json
 import shutil
+import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
@@ -81,6 +82,40 @@ def request_json(server: str, path: str, body: dict[str, Any] | None, timeout: f
     return found if isinstance(found, dict) else {}
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def mapped(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
+    """The results for all items, in order, by this many threads.
+
+    If the caller stops or a call fails, no further call begins, and nothing waits for those that have begun, not even the end of the
+    process: a server may hang.
+    """
+    results: list[Future[Result]] = [Future() for _ in items]
+    waiting, lock = iter(list(zip(items, results, strict=True))), threading.Lock()
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            with lock:
+                item, result = next(waiting, (None, None))
+            if item is None or result is None:
+                return
+            try:
+                result.set_result(function(item))
+            except BaseException as error:
+                result.set_exception(error)
+
+    for _ in range(min(threads, len(items))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for result in results:
+            yield result.result()
+    finally:
+        stopped.set()
+
+
 class VLLMServerEngine(RemoteEngine):
     """An engine on one or more vLLM servers.
 
@@ -117,15 +152,13 @@ class VLLMServerEngine(RemoteEngine):
             self._check_servers()
         version = self._hand_over()
 
-        def complete(position: int, request: Request) -> tuple[Request, list[int], list[float]]:
+        def complete(numbered: tuple[int, Request]) -> tuple[Request, list[int], list[float]]:
+            position, request = numbered
             server = self.servers[position % len(self.servers)]
             return request, *self._complete(server, version, {**request.parameters, "prompt": request.prompt})
 
-        with (
-            self.metrics.timed("seconds_sampling", self.model.device),
-            ThreadPoolExecutor(self.sequences * len(self.servers)) as pool,
-        ):
-            yield from pool.map(complete, range(len(requests)), requests)
+        with self.metrics.timed("seconds_sampling", self.model.device):
+            yield from mapped(complete, list(enumerate(requests)), self.sequences * len(self.servers))
 
     def close(self) -> None:
         """Take the adapters from the servers and remove their folders."""

@@ -135,7 +135,7 @@ class VLLMEngine(RemoteEngine):
                 self._call(self.llm.sleep, level=1)
 
     def _start(self) -> None:
-        self.scratch = scratch_folder()
+        self.scratch = scratch_folder(sum(parameter.nbytes for parameter in self.model.parameters()))
         self.processes: list[Any] = []
         started: list[Any] = []
         monitors: list[threading.Thread] = []

@@ -120,9 +120,14 @@ def base_checkpoint(model: PeftModel, scratch: Path, padding: HeadPadding | None
     return str(folder)
 
 
-def scratch_folder() -> Path:
-    """A new temporary folder, in memory where the system has such a place. Removes those of processes that were killed."""
-    place = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+def scratch_folder(size: int) -> Path:
+    """A new temporary folder, in memory where the system has such a place. Removes those of processes that were killed.
+
+    Args:
+        size: bytes that it will hold. In containers, the place in memory often has 64 MB.
+    """
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size
+    place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     for folder in place.glob("firedistill-rollouts-*-*"):
         with suppress(OSError, ValueError):
             if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(folder.name.split("-")[2])):

@@ -66,6 +66,8 @@ class RunLog:
         Args:
             evaluated: whether the evaluation after that step has been made.
         """
+        import pyarrow as pa
+
         for name in self.waiting:
             last = step - 1 if name == "evals.jsonl" and not evaluated else step
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
@@ -82,7 +84,10 @@ class RunLog:
                 path.unlink()
         for path, steps in joined:
             if steps.stop - 1 > step:
-                self._split(path, step)
+                try:
+                    self._split(path, step)
+                except pa.ArrowException as error:
+                    raise ValueError(f"{path} is damaged ({error}): move it away to resume without these rollouts") from error
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._append("metrics.jsonl", row)
