@@ -42,7 +42,7 @@ from firedistill.benchmarks import (
     step,
     teacher_views,
 )
-from firedistill.benchmarks.gpu import inspection, kernels, models, steps
+from firedistill.benchmarks.gpu import inspection, kernels, layers, models, steps
 from firedistill.benchmarks.gpu.page import floor, page, rates_of
 from firedistill.benchmarks.gpu.sizes import FULL as FULL_GPU
 from firedistill.benchmarks.gpu.sizes import QWEN, Setting
@@ -618,6 +618,16 @@ def test_captures_that_fail_are_named(monkeypatch, tmp_path):
     of_modes = {name: False if graph else None for name, (_, _, graph) in steps.MODES.items()}
     assert captured == of_modes | {"as in training": False}
     assert "decoding: unmerged, graph: sampled without CUDA graphs (batch 1" in page([record])
+
+
+def test_an_operation_without_a_kernel_is_recorded_and_passed_over(monkeypatch, tmp_path):
+    def refuses(*arguments):
+        raise RuntimeError("No available kernel")
+
+    monkeypatch.setattr(layers, "by_products", refuses)
+    rows = record_of("one-token", tmp_path)["rows"]
+    failed = {row["variant"] for row in rows if "error" in row.get("details", {})}
+    assert failed == {"attention, torch.compile"} and {row["variant"] for row in rows} > failed | {"rotation, PyTorch"}
 
 
 def test_fused_layers_are_measured_and_tested_within_five_minutes():

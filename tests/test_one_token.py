@@ -174,13 +174,26 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     assert used == {"one_query_attention", *of_a_layer}
 
 
-def test_training_does_without():
-    """The kernels have no gradient."""
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v, m: (q, k, v, m.to(q.dtype)),  # numbers to add
+        lambda q, k, v, m: (q.float(), k, v, m),
+        lambda q, k, v, m: (q, k, v[..., :8], m),
+        lambda q, k, v, m: (q, k.mT.contiguous().mT, v, m),
+        lambda q, k, v, m: (q.repeat(1, 33, 1, 1), k, v, m),  # too many heads per group
+    ],
+)
+def test_other_attention_is_left_to_pytorch(change, monkeypatch):
+    """So is all of training: the kernels have no gradient."""
     query, key = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16), torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
-    mask = torch.ones(1, 1, 1, 8, dtype=torch.bool)
-    assert not attention.has_kernel(query, key, key, mask)
+    tensors = query, key, key, torch.ones(1, 1, 1, 8, dtype=torch.bool)
     with torch.no_grad():
-        assert not attention.has_kernel(query, key, key, mask), "on a CPU"
+        assert not attention.has_kernel(*tensors), "on a CPU"
+    monkeypatch.setattr(one_token, "fits", lambda states: True)
+    assert not attention.has_kernel(*tensors)
+    with torch.no_grad():
+        assert attention.has_kernel(*tensors) and not attention.has_kernel(*change(*tensors))
 
 
 def states_of(model, kernels, monkeypatch):

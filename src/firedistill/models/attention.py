@@ -100,13 +100,13 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Whether the kernel of `one_token.py` computes attention of one query per head, without gradients."""
     return (
-        mask.dtype == torch.bool
+        one_token.fits(key)
+        and mask.dtype == torch.bool
         and not torch.is_grad_enabled()
         and query.dtype == key.dtype
         and key.shape == value.shape
         and query.shape[1] <= 32 * key.shape[1]  # what the kernel keeps on the chip grows with the heads per group
         and {tensor.stride(-1) for tensor in (query, key, value, mask)} == {1}
-        and one_token.fits(key)
     )
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.kernels import captured
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Work
-from firedistill.benchmarks.gpu.timing import Variant, timed
+from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.models import one_token
 from firedistill.models.attention import grouped_attention
 from firedistill.rollouts.layers import rotated
@@ -97,7 +97,12 @@ def one_token_layers(setting: Setting) -> Iterator[harness.Row]:
         cache: Work = [(0.0, 2.0 * layers[0].keys[..., columns // 4 :, :].nbytes)]
         variants, expected = {}, dict[str, Tensor]()
         for name, operation in operations(setting, layers[0]).items():
-            found = operation(layers[0]).float()
+            try:
+                found = operation(layers[0]).float()
+            except Exception as error:  # of a compiler, or because there is no kernel for these shapes
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                yield row_of({"batch": batch, "columns": columns}, name, details={"error": reason})
+                continue
             difference = (found - expected.setdefault(name.partition(",")[0], found)).abs().max()
             run: Callable[[], Any] = partial(in_turn, operation, layers)
             run = captured(run).replay if setting.is_gpu else run
