@@ -275,15 +275,16 @@ def test_overwrite_keeps_other_runs_and_notes(tmp_path, capsys):
 
 
 def test_an_interrupted_removal_can_be_repeated(tmp_path, monkeypatch):
-    run, removed = a_run(tmp_path / "run"), []
+    run, removed, remove = a_run(tmp_path / "run"), [], directory.remove
 
-    def fail_at_the_fourth(path):
+    def fail_at_the_eighth(path):
         removed.append(path)
         if len(removed) == 8:
             raise OSError("no")
+        remove(path)
 
     with monkeypatch.context() as patched:
-        patched.setattr(directory, "remove", fail_at_the_fourth)
+        patched.setattr(directory, "remove", fail_at_the_eighth)
         with pytest.raises(OSError, match="no"):
             remove_run(run)
     remove_run(run)

@@ -125,6 +125,8 @@ def remove_run(folder: Path) -> None:
     for path in [*folder.glob(f"{UNFINISHED}*"), *folder.glob(f"{REPLACED}*"), *folder.glob("checkpoint-*")]:
         if path.name.startswith((UNFINISHED, REPLACED)) or CHECKPOINT.fullmatch(path.name):
             remove(path)
+            if CHECKPOINT.fullmatch(path.name) and os.path.lexists(path):  # the new run would resume from it
+                raise RunDirectoryError(f"{path} cannot be deleted: delete it yourself, or name another --output_dir")
     for inner, written in ((folder / "rollouts", rollouts_in), (folder / "attribution", ATTRIBUTION.fullmatch)):
         for path in inner.glob("*"):
             if written(path.name.removeprefix(UNFINISHED)):
@@ -133,9 +135,6 @@ def remove_run(folder: Path) -> None:
             inner.rmdir()
     for name in RUN_FILES:
         remove(folder / name)
-    for path in folder.glob("checkpoint-*"):
-        if CHECKPOINT.fullmatch(path.name):  # the new run would resume from it
-            raise RunDirectoryError(f"{path} cannot be deleted: delete it yourself, or name another --output_dir")
 
 
 def remove(path: Path) -> None:
