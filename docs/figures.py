@@ -188,7 +188,7 @@ def save(figure: Any, name: str, theme: str, background: str) -> None:
 
 # Pictures of the report's page: what the page shows, its address, and the size of the window.
 SCREENS = {
-    "report-answer": ("#answer, #accuracy", "", "1240,1375"),
+    "report-answer": ("#answer, #accuracy", "", "1240,1400"),
     "report-dynamics": ("#dynamics", "", "1240,880"),
     "report-attribution": ("#attribution", "uid=arithmetic/eval/0-5", "1240,1000"),
 }
