@@ -79,7 +79,7 @@ def test_methods_that_cannot_be_compared_and_other_numbers_of_steps_are_named(tm
     (tmp_path / "veto" / "rollouts" / "eval_000010.parquet").rename(tmp_path / "veto" / "rollouts" / "eval_000020.parquet")
     found = verdict(*runs, write_run(tmp_path / "srpo", (0.5, 0.2), method="srpo"))
     assert found.answer.endswith(
-        "Veto cannot be told apart from that; SRPO cannot be compared without saved answers to the same problems."
+        "Veto cannot be told apart from that; SRPO cannot be compared: too few answers to the same problems are saved."
     )
     assert found.problems == "They were trained for different numbers of steps: 10 for SRPO and FIRE; 20 for Veto."
 
@@ -99,8 +99,8 @@ def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
         *(write_run(tmp_path / method, (0.5, right), method=method) for method, right in [("fire", 0.6), ("srpo", 0.9)])
     )
     assert found.sentence == (
-        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; FIRE cannot be compared "
-        "without saved answers to the same problems."
+        "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; FIRE cannot be compared: "
+        "too few answers to the same problems are saved."
     )
     assert [group.label for group in found.unknown] == ["FIRE"]
 

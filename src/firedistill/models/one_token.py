@@ -1,8 +1,8 @@
 """Triton kernels for layers that read one token per sequence, on GPUs and without gradients.
 
-PyTorch's attention gives all keys of a sequence and group to one block of threads, which leaves most of a GPU idle, and rotates by
-several kernels. The kernels here read keys and values in parts, and only the parts that hold a visible one. They compute in float32
-and round once, except that attention rounds the weights of the values to their type.
+Attention reads keys and values in parts, side by side, and only the parts that hold a visible one. Rotation with the write to the
+cache is one kernel, and so is the product of the gates. They compute in float32 and round once, except that attention rounds the
+weights of the values to their type. `docs/performance-gpu.md` has measurements.
 """
 
 from __future__ import annotations

@@ -163,8 +163,10 @@ def sampling_drop(steps: Sequence[int] | ndarray, rates: Sequence[float] | ndarr
     block is that of the mean of its steps, so that it holds whether the responses of a step answer one problem or several.
     """
     values, rest = np.asarray(rates, dtype=float), len(rates) % BLOCK
-    starts = [0] * (rest >= AT_LEAST) + list(range(rest, len(values), BLOCK))
-    blocks = [values[start : (start - rest) // BLOCK * BLOCK + rest + BLOCK] for start in starts]
+    starts = [0, *range(rest, len(values), BLOCK)]
+    blocks = np.split(values, starts[1:])
+    if rest < AT_LEAST:
+        del starts[0], blocks[0]
     means = np.array([block.mean() for block in blocks])
     errors = np.array([block.std(ddof=1) / math.sqrt(len(block)) for block in blocks])
     fall = lasting_fall(means, errors, BLOCK_ERRORS)

@@ -74,9 +74,8 @@ class Verdict:
             who = f"{self.behind[0].label} is" if len(self.behind) == 1 else "the others are"
             clauses.append(f"{who} behind{self.behind[0].scope}")
         if self.unknown:
-            clauses.append(
-                f"{listed([group.label for group in self.unknown])} cannot be compared without saved answers to the same problems"
-            )
+            who = listed([group.label for group in self.unknown])
+            clauses.append(f"{who} cannot be compared: too few answers to the same problems are saved")
         return "; ".join([f"{solved}, the most of {len(self.candidates)} {self.kind}", *clauses]) + "."
 
     @property

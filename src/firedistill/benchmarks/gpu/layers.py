@@ -17,6 +17,7 @@ from firedistill.benchmarks.gpu.sizes import Setting, Shape, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.models import one_token
 from firedistill.models.attention import grouped_attention
+from firedistill.rollouts.fixed import FixedLayer
 from firedistill.rollouts.layers import rotated
 
 
@@ -33,6 +34,7 @@ class LayerInputs:
         self.keys, self.values = random(batch, groups, columns, size), random(batch, groups, columns, size)
         self.cos, self.sin = random(batch, 1, size), random(batch, 1, size)
         self.column = torch.full((1,), columns - 1, device=device)
+        self.cache = FixedLayer(self.keys, self.values, self.column)
         self.visible = (torch.arange(columns, device=device) >= columns // 4).expand(batch, 1, 1, columns).contiguous()
         self.added = torch.zeros_like(self.visible, dtype=torch.bfloat16).masked_fill_(
             ~self.visible, torch.finfo(torch.bfloat16).min
@@ -50,8 +52,7 @@ def rotate(x: LayerInputs) -> Tensor:
     groups = x.keys.shape[1]
     both, values = x.projected.split((x.projected.shape[2] - groups, groups), 2)
     both = rotated(both, x.cos, x.sin).transpose(1, 2)
-    x.keys.index_copy_(2, x.column, both[:, -groups:])
-    x.values.index_copy_(2, x.column, values.transpose(1, 2))
+    x.cache.update(both[:, -groups:], values.transpose(1, 2))
     return both[:, :-groups]
 
 
