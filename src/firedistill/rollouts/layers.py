@@ -16,18 +16,9 @@ from firedistill.models import one_token
 from firedistill.models.attention import attention
 from firedistill.rollouts.fixed import FixedLayer
 
-# Of `transformers`; their layers differ in biases and in norms of queries and keys only.
-FAMILIES = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-
-# Projections that read the same states, in the order in which a layer uses them
-PROJECTIONS = {
-    "self_attn": (("q_proj", "k_proj", "v_proj"), ("o_proj",)),
-    "mlp": (("gate_proj", "up_proj"), ("down_proj",)),
-}
-
 
 class FusedLayer(nn.Module):
-    """What a decoder layer of one of the `FAMILIES` computes, without gradients.
+    """What a decoder layer of one of the `FAMILIES` (`models/blocks.py`) computes, without gradients.
 
     Projections of the same states are one product, queries and keys are rotated together, and the last product of each half is added
     in place. Sums that `transformers` rounds to the type of the states before the next operation are rounded once.

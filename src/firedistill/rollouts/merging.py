@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from firedistill.models.attention import NAME, multiplies_bfloat16
+from firedistill.models.blocks import PROJECTIONS, is_known
 from firedistill.models.states import is_hooked, modules_within
-from firedistill.rollouts.layers import FAMILIES, PROJECTIONS, FusedLayer
+from firedistill.rollouts.layers import FusedLayer
 
 
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
@@ -114,9 +115,7 @@ def fusable_layers(
     return [
         (parent, name, layer)
         for parent, name, layer in modules_within(model)
-        if type(layer).__name__ in FAMILIES
-        and type(layer).__module__.startswith("transformers.")
-        and _is_fusable(layer, adapters)
+        if is_known(layer, "DecoderLayer") and _is_fusable(layer, adapters)
     ]
 
 

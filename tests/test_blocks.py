@@ -1,0 +1,169 @@
+"""Attention and MLP over shared products against the modules of transformers, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GemmaConfig
+
+from firedistill.models import blocks
+from firedistill.models.adapter import compute_in_base_dtype
+from firedistill.models.attention import use_own_attention
+from firedistill.models.lora import add_lora
+from test_adapter import IDS, Operators, blocks_of, distance, kept_bytes, states_and_gradient
+from test_layers import FAMILIES, SIZES
+from tiny import enable_checkpointing
+
+
+def adapted(family: str = "qwen2", dtype: torch.dtype = torch.bfloat16, together: bool = True, **settings):
+    """A model whose adapter, biases and norms all change what it computes; the same values for all types."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(FAMILIES[family]) if family in FAMILIES else GemmaConfig(**SIZES, num_hidden_layers=2)
+    model = add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32), **settings).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 2.0)
+            if "lora_" not in name:
+                parameter.data = parameter.bfloat16().to(dtype)
+    compute_in_base_dtype(model)
+    return model if together else apart(model)
+
+
+def apart(model):
+    """Let every projection compute alone, in the modules of transformers."""
+    for block in blocks_of(model):
+        block.groups = ()
+    return model
+
+
+def operators_of(model) -> int:
+    with Operators() as operators:
+        states_and_gradient(model)
+    return operators.count.total()
+
+
+def joined(*layers: nn.Module):
+    """Layers of the same states as one product."""
+    return lambda x: torch.cat([layer(x) for layer in layers], -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_compute_what_the_modules_do(family):
+    """In float64: states, and the gradients of all weights, with padding on the left."""
+    torch.manual_seed(0)
+    trunk = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]), dtype=torch.float64).base_model
+    ids, mask = torch.arange(5, 41).view(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    found = []
+    for fused in (False, True):
+        for layer in trunk.layers if fused else ():
+            attention, mlp = layer.self_attn, layer.mlp
+            to_heads = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+            attention.forward = partial(blocks.attend, attention, to_heads, attention.o_proj)
+            mlp.forward = partial(blocks.gated, mlp, joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+        states = trunk(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        found.append([states.detach(), *(parameter.grad for parameter in trunk.parameters())])
+        trunk.zero_grad()
+    assert all(tensor is not None and tensor.any() for tensors in found for tensor in tensors)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("turned", [1, 3, 4])
+def test_gradients(turned):
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(2, 3, 4, 6, generator=draw).double().requires_grad_()
+    gates = torch.randn(2, 5, 14, generator=draw).double().requires_grad_()
+    cos, sin = (torch.randn(1, 3, 6, generator=draw).double() for _ in range(2))  # of no angles: all places differ
+    assert torch.autograd.gradcheck(lambda x: blocks.Rotation.apply(x, cos, sin, turned), states)
+    assert torch.autograd.gradcheck(blocks.SiluProduct.apply, gates)
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rounding_is_that_of_projections_alone(family, own):
+    """Distance of states and gradient to those of the same weights in float64, whatever the attention."""
+    exact = adapted(family, torch.float64).double()
+    models = [adapted(family, together=together) for together in (True, False)]
+    if own:
+        [use_own_attention(model) for model in models]
+    expected = states_and_gradient(exact)
+    together, alone = ([distance(a, b) for a, b in zip(states_and_gradient(m), expected, strict=True)] for m in models)
+    assert all(0 < a < 1.1 * b for a, b in zip(together, alone, strict=True)), (together, alone)
+    assert operators_of(models[0]) < operators_of(models[1])
+
+
+def test_the_product_of_the_gates_keeps_its_input_alone():
+    """Of each layer and token, the activation of the gates is not kept for the backward pass."""
+    few, more = ([kept_bytes(adapted(together=together), repeats) for together in (True, False)] for repeats in (20, 30))
+    together, alone = ((b - a) / (10 * IDS.numel()) for a, b in zip(few, more, strict=True))
+    assert alone - together == 2 * SIZES["intermediate_size"] * 2
+
+
+def with_a_hook():
+    model = adapted()
+    for layer in model.base_model.model.model.layers:
+        layer.self_attn.o_proj.register_forward_hook(lambda *of_call: None)
+        layer.mlp.up_proj.base_layer.register_forward_hook(lambda *of_call: None)
+    return model
+
+
+def with_eager_attention():
+    model = adapted()
+    model.config._attn_implementation = "eager"
+    return model
+
+
+def with_another_scale():
+    model = adapted()
+    for layer in model.base_model.model.model.layers:
+        layer.self_attn.k_proj.scaling["default"] *= 2
+        layer.mlp.up_proj.scaling["default"] *= 2
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_a_hook,
+        with_eager_attention,
+        with_another_scale,
+        partial(adapted, dropout=0.2),
+        partial(adapted, target_modules=["q_proj", "v_proj", "up_proj"]),
+        partial(adapted, "gemma"),
+    ],
+)
+def test_others_compute_alone(make):
+    for a, b in zip(states_and_gradient(make()), states_and_gradient(apart(make())), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["bias", "weight"])
+def test_a_trained_base_gets_its_gradient(name):
+    found = []
+    for together in (True, False):
+        model = adapted(together=together)
+        (parameter,) = (p for n, p in model.named_parameters() if n.endswith(f"layers.1.self_attn.k_proj.base_layer.{name}"))
+        parameter.requires_grad_()
+        found.append(states_and_gradient(model))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.05 * float(b.abs().max()))
+    assert len(found[0][1]) > len(states_and_gradient(adapted())[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["llama with biases", "qwen3"])
+def test_recomputing_gives_the_same_gradient(family, reentrant):
+    plain, recomputed = adapted(family), adapted(family)
+    enable_checkpointing(recomputed.get_base_model(), {"use_reentrant": reentrant})
+    recomputed.enable_input_require_grads()
+    for a, b in zip(states_and_gradient(plain), states_and_gradient(recomputed), strict=True):
+        assert torch.equal(a, b)
