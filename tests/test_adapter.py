@@ -33,6 +33,7 @@ VIEWS = {
     "split",
     "alias",
 }
+VIEWS |= {"new_empty", "empty_like"}
 
 
 def adapted(kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, fused: bool = True, **settings):
@@ -231,7 +232,7 @@ def operators_per_layer(**settings) -> int:
 
 
 def test_operators_per_layer():
-    assert operators_per_layer(fused=True) <= 44 and operators_per_layer(fused=False) == 80
+    assert operators_per_layer(fused=True) <= 45 and operators_per_layer(fused=False) == 80
 
 
 def test_recomputing_a_layer_ends_before_its_last_product():
@@ -245,7 +246,7 @@ def test_recomputing_a_layer_ends_before_its_last_product():
         with Operators() as operators:
             states.sum().backward()
         counts.append(operators.count["addmm_"])
-    assert counts[1] - counts[0] == 2 * 6, "two layers with seven projections each"
+    assert counts == [2 * 3, 2 * (3 + 6)], "two layers with seven projections, of which k, v and up add to a gradient"
 
 
 def kept_bytes(model, repeats: int = 20) -> int:

@@ -194,6 +194,8 @@ class SelfDistillTrainer(ResumableTrainer):
                 "accelerate's FSDP and DeepSpeed's ZeRO-3 are not supported, because they shard the adapter with the base model. Use "
                 "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
             )
+        # What clipping visits; the model has thousands of modules.
+        self.trained = nn.ParameterList(trained_parameters(self.model).values())
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
         # The first one is another in a notebook.
         for unwanted in (DEFAULT_PROGRESS_CALLBACK, ProgressCallback, PrinterCallback):
@@ -358,7 +360,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self._get_grad_norm(model, self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)  # moves the teacher
-        model.zero_grad()
+        self.trained.zero_grad()
 
     def policy_now(self, rollouts: Sequence[Rollout]) -> PolicyChange:
         now = PolicyChange(self.model, rollouts, self.policy_limit, self.args.score_temperature)
@@ -417,13 +419,16 @@ class SelfDistillTrainer(ResumableTrainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return super()._clip_grad_norm(self.trained)
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | Tensor | None = None) -> float | Tensor:
         """Called once per update, after clipping: one without trained rollouts, or with a non-finite gradient, is skipped.
 
         Without gradients the optimizer touches neither weights nor momentum; the schedule advances.
         """
         self.unsettle()
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        grad_norm = super()._get_grad_norm(self.trained, grad_norm=grad_norm)
         record = self.record
         record.grad_norms.append(float(grad_norm))
         if record.update.trained_rollouts == 0 or not math.isfinite(float(grad_norm)):

@@ -8,10 +8,10 @@ makes it
     out += x W^T          (one fused operator)
 
 - The factors stay float32. A forward pass rounds all of them to the base's type in one operator; gradients reach the float32 factors.
-- The product with the base comes last. Nothing of the last layer of a block is saved after it, so that recomputing a block
+- The product with a frozen `nn.Linear` comes last. Nothing of the last layer of a block is saved after it, so that recomputing a block
   (activation checkpointing) ends before the largest product of that layer.
-- In the families of `blocks.py`, layers that read the same input (q, k, v; gate, up) share one product with the stacked A, one with
-  the block-diagonal B, and one saved input.
+- In the families of `blocks.py`, layers that read the same input (q, k, v; gate, up) share one product with the stacked A and one saved
+  input, and write their outputs side by side.
 - peft's own arithmetic runs wherever inputs and factors have the same type (a float32 base), and for everything but plain LoRA.
 """
 
@@ -56,6 +56,7 @@ class Lora(NamedTuple):
         first, second: A `[r, in]` and B `[out, r]`, float32.
         scale: s.
         dropout: None where nothing is dropped.
+        is_linear: whether the base is a frozen `nn.Linear` without hooks.
     """
 
     base: nn.Module
@@ -63,6 +64,7 @@ class Lora(NamedTuple):
     second: Tensor
     scale: float
     dropout: nn.Module | None
+    is_linear: bool
 
     @staticmethod
     def of(layer: Any) -> Lora | None:
@@ -76,34 +78,33 @@ class Lora(NamedTuple):
         first, second, dropout = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.lora_dropout[name]
         if first.dtype != torch.float32 or second.dtype != torch.float32:
             return None
-        drops = layer.training and not isinstance(dropout, nn.Identity)
-        return Lora(layer.base_layer, first, second, layer.scaling[name], dropout if drops else None)
+        base, drops = layer.base_layer, layer.training and not isinstance(dropout, nn.Identity)
+        return Lora(base, first, second, layer.scaling[name], dropout if drops else None, _is_frozen_linear(base))
 
 
 class Stack(NamedTuple):
-    """Layers that read the same tensor as one product, rounded to its type; R is the sum of their ranks.
+    """Layers that read the same tensor, with their factors in its type.
 
     Attributes:
-        first: A of each, stacked, `[R, in]`.
-        second: B of each on the block diagonal, `[out, R]`.
-        bias: `[out]` of the base; None where it has none.
+        first: A of each, stacked, `[R, in]`; R is the sum of their ranks.
+        second: B of each, `[out_i, r_i]`.
     """
 
     layers: list[Lora]
     first: Tensor
-    second: Tensor
-    bias: Tensor | None
+    second: list[Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What the layers compute of `x` `[..., in]`, side by side, `[..., out]`."""
-        rows, (base, _, _, scale, dropout) = x.reshape(-1, x.shape[-1]), self.layers[0]
-        read = rows if dropout is None else dropout(rows)
-        factors = [factor for layer in self.layers for factor in (layer.first, layer.second)]
-        sums = blocks.apply(_LowRank, read, self.bias, self.first, self.second, scale, *factors)
-        if _is_frozen_linear(base):
-            sums = blocks.apply(_AddProducts, sums, rows, *(layer.base.weight for layer in self.layers))
+        """What the layers compute of `x` `[..., in]`, side by side, `[..., sum of out_i]`."""
+        rows, layer = x.reshape(-1, x.shape[-1]), self.layers[0]
+        read = rows if layer.dropout is None else layer.dropout(rows)
+        factors = [factor for of in self.layers for factor in (of.first, of.second)]
+        if layer.is_linear:
+            bases: list[Any] = [of.base for of in self.layers]
+            sums = blocks.apply(_LowRank, read, self, [base.bias for base in bases], *factors)
+            sums = blocks.apply(_AddProducts, sums, rows, *(base.weight for base in bases))
         else:
-            sums = base(rows) + sums
+            sums = layer.base(rows) + blocks.apply(_LowRank, read, self, [None], *factors)
         return sums.view(*x.shape[:-1], -1)
 
 
@@ -126,7 +127,8 @@ class Block:
         self.function: Callable[..., Any] | None = None
         self.groups: Sequence[Sequence[str]] = ()
         for kind, part, function in (("Attention", "self_attn", blocks.attend), ("MLP", "mlp", blocks.gated)):
-            if blocks.is_known(parent, kind) and set(layers) == {name for names in blocks.PROJECTIONS[part] for name in names}:
+            names = {name for names in blocks.PROJECTIONS[part] for name in names}
+            if blocks.is_known(parent, kind) and set(layers) == names and _has_own_forward(parent):
                 self.function, self.groups = function, blocks.PROJECTIONS[part]
                 parent.forward = self.forward
         for name, layer in layers.items():
@@ -173,12 +175,19 @@ class Block:
                 found[name] = lora
         if self.groups and len(found) == len(self.layers) and not any(map(is_hooked, self.layers.values())):
             groups = {names: [found[name] for name in names] for names in self.groups}
-            if self.parent.config._attn_implementation in ("sdpa", NAME) and all(map(_is_one_product, groups.values())):
+            fits = self.function is blocks.gated or self.parent.config._attn_implementation in ("sdpa", NAME)
+            if fits and all(map(_is_one_product, groups.values())):
                 return groups
         return {(name,): [lora] for name, lora in found.items()}
 
     def is_together(self, products: dict[Sequence[str], list[Lora]]) -> bool:
         return bool(products) and tuple(products) == tuple(self.groups)
+
+
+def _has_own_forward(parent: Any) -> bool:
+    """Whether the module computes what its class says, perhaps through the block of an earlier adapter."""
+    replaced = vars(parent).get("forward")
+    return replaced is None or isinstance(getattr(replaced, "__self__", None), Block)
 
 
 def _has_two_bytes(dtype: torch.dtype, device: torch.device) -> bool:
@@ -195,7 +204,7 @@ def _is_frozen_linear(base: nn.Module) -> bool:
 def _is_one_product(layers: list[Lora]) -> bool:
     return (
         len({layer.scale for layer in layers}) == 1
-        and all(layer.dropout is None and _is_frozen_linear(layer.base) for layer in layers)
+        and all(layer.dropout is None and layer.is_linear for layer in layers)
         and len({layer.base.bias is None for layer in layers}) == 1
     )
 
@@ -207,6 +216,7 @@ def _round_all(of_model: list[Block], trunk: Any, inputs: Any) -> None:
     stacks = iter(_rounded(weight.dtype, together) if together else [])
     for block, products in zip(of_model, of_blocks, strict=True):
         of_block = {names: next(stacks) for names in products}
+        block.forget()  # an interrupted pass does not
         block.dtype = weight.dtype
         if block.is_together(products):
             block.together = list(of_block.values())
@@ -222,64 +232,57 @@ def _forget_all(of_model: list[Block], trunk: Any, inputs: Any, output: Any) -> 
 @torch.no_grad()
 def _rounded(dtype: torch.dtype, products: Sequence[list[Lora]]) -> list[Stack]:
     """The stack of the layers of each product; one operator rounds all factors."""
-    shapes: list[tuple[int, int]] = []
+    shapes: list[tuple[int, ...]] = []
     for layers in products:
-        rank = sum(len(layer.first) for layer in layers)
-        shapes += [(rank, layers[0].first.shape[1]), (sum(len(layer.second) for layer in layers), rank)]
+        shapes.append((sum(len(layer.first) for layer in layers), layers[0].first.shape[1]))
+        shapes += [layer.second.shape for layer in layers]
     sizes = [rows * columns for rows, columns in shapes]
-    parts = torch.zeros(sum(sizes), dtype=dtype, device=products[0][0].first.device).split(sizes)
-    stacks = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    parts = torch.empty(sum(sizes), dtype=dtype, device=products[0][0].first.device).split(sizes)
+    views = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
     found, targets, sources = [], [], []
     for layers in products:
-        first, second = next(stacks), next(stacks)
-        found.append(Stack(layers, first, second, _bias(layers)))
-        targets += _parts(first, second, [layer.second.shape for layer in layers])
-        for layer in layers:
-            sources += [layer.first, layer.second]
+        stack = Stack(layers, next(views), [next(views) for _ in layers])
+        found.append(stack)
+        # As contiguous as their sources, so that one kernel copies all on a GPU
+        targets += [*_split(stack.first, [layer.first for layer in layers], 0), *stack.second]
+        sources += [*(layer.first for layer in layers), *(layer.second for layer in layers)]
     torch._foreach_copy_(targets, sources)
     return found
 
 
-def _bias(layers: list[Lora]) -> Tensor | None:
-    biases: list[Any] = [layer.base.bias for layer in layers if _is_frozen_linear(layer.base)]
-    if not biases or biases[0] is None:
-        return None
-    return torch.cat(biases) if len(biases) > 1 else biases[0]
-
-
-def _parts(first: Tensor, second: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of the part of each layer: of A `[r, in]`, and of B `[out, r]`, whose shapes are given."""
-    if len(shapes) == 1:
-        return [first, second]
-    found, row, column = [], 0, 0
-    for rows, columns in shapes:
-        found += [first[column : column + columns], second[row : row + rows, column : column + columns]]
-        row, column = row + rows, column + columns
-    return found
+def _split(tensor: Tensor, parts: Sequence[Tensor], dim: int) -> Sequence[Tensor]:
+    """Views of as many rows (`dim` 0) or columns (1) as each part has rows."""
+    return tensor.split([len(part) for part in parts], dim) if len(parts) > 1 else [tensor]
 
 
 class _LowRank(torch.autograd.Function):
-    """`s (rows A^T) B^T + bias` `[M, out]` by the rounded factors of a `Stack`, with gradients for A and B before rounding."""
+    """`s (rows A^T) B^T + bias` of each layer of a `Stack`, side by side, with gradients for A and B before rounding."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, bias: Tensor | None, first: Tensor, second: Tensor, scale: float, *factors: Tensor
-    ) -> Tensor:
-        low = rows @ first.t()
-        ctx.save_for_backward(rows, low, first, second)
-        ctx.scale, ctx.shapes = scale, [factor.shape for factor in factors[1::2]]
-        # With beta 0, the values of the first argument are not read.
-        start, beta = (second.t()[:1], 0) if bias is None else (bias, 1)
-        return torch.addmm(start, low, second.t(), beta=beta, alpha=scale)
+    def forward(ctx: Any, rows: Tensor, stack: Stack, biases: Sequence[Tensor | None], *factors: Tensor) -> Tensor:
+        low = rows @ stack.first.t()
+        ctx.save_for_backward(rows, low, stack.first, *stack.second)
+        ctx.scale, ctx.of_first = stack.layers[0].scale, factors[::2]
+        found = rows.new_empty(len(rows), sum(map(len, stack.second)))
+        parts = zip(_split(found, stack.second, 1), _split(low, ctx.of_first, 1), stack.second, biases, strict=True)
+        for part, of_low, second, bias in parts:
+            # With beta 0, the values of the first argument are not read.
+            start, beta = (second.t()[:1], 0) if bias is None else (bias, 1)
+            torch.addmm(start, of_low, second.t(), beta=beta, alpha=ctx.scale, out=part)
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        rows, low, first, second = ctx.saved_tensors
-        of_low = torch.addmm(low, gradient, second, beta=0, alpha=ctx.scale)
-        of_second = torch.addmm(second, gradient.t(), low, beta=0, alpha=ctx.scale)
-        of_factors = [part.float() for part in _parts((of_low.t() @ rows).float(), of_second, ctx.shapes)]
-        return of_low @ first if ctx.needs_input_grad[0] else None, None, None, None, None, *of_factors
+        rows, low, first, *second = ctx.saved_tensors
+        of_low, of_second = torch.empty_like(low), []
+        gradients, lows, of_lows = _split(gradient, second, 1), _split(low, ctx.of_first, 1), _split(of_low, ctx.of_first, 1)
+        for of_part, part, found, b in zip(gradients, lows, of_lows, second, strict=True):
+            torch.addmm(part, of_part, b, beta=0, alpha=ctx.scale, out=found)
+            of_second.append(torch.addmm(b, of_part.t(), part, beta=0, alpha=ctx.scale).float())
+        of_first = _split((of_low.t() @ rows).float(), ctx.of_first, 0)
+        of_factors = [factor for of_layer in zip(of_first, of_second, strict=True) for factor in of_layer]
+        return of_low @ first if ctx.needs_input_grad[0] else None, None, None, *of_factors
 
 
 class _AddProducts(torch.autograd.Function):
@@ -292,7 +295,7 @@ class _AddProducts(torch.autograd.Function):
     def forward(ctx: Any, sums: Tensor, rows: Tensor, *weights: Tensor) -> Tensor:
         ctx.weights = weights
         ctx.mark_dirty(sums)
-        for part, weight in zip(_split(sums, weights), weights, strict=True):
+        for part, weight in zip(_split(sums, weights, 1), weights, strict=True):
             part.addmm_(rows, weight.t())
         return sums
 
@@ -301,10 +304,6 @@ class _AddProducts(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_rows = None
         if ctx.needs_input_grad[1]:
-            for part, weight in zip(_split(gradient, ctx.weights), ctx.weights, strict=True):
+            for part, weight in zip(_split(gradient, ctx.weights, 1), ctx.weights, strict=True):
                 of_rows = part @ weight if of_rows is None else of_rows.addmm_(part, weight)
         return gradient, of_rows, *(None for _ in ctx.weights)
-
-
-def _split(tensor: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensor.split([len(weight) for weight in weights], 1) if len(weights) > 1 else [tensor]

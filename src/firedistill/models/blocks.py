@@ -13,6 +13,8 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from firedistill.models.states import is_hooked
+
 # Of `transformers`; their layers differ in biases and in norms of queries and keys only.
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
@@ -75,7 +77,7 @@ def gated(module: Any, to_gates: Callable[[Tensor], Tensor], from_gates: Callabl
         from_gates: its output projection.
     """
     gates = to_gates(x)
-    if type(module.act_fn) is SILU:
+    if type(module.act_fn) is SILU and not is_hooked(module.act_fn):
         return from_gates(apply(SiluProduct, gates))
     gate, up = gates.chunk(2, -1)
     return from_gates(module.act_fn(gate) * up)
@@ -83,7 +85,7 @@ def gated(module: Any, to_gates: Callable[[Tensor], Tensor], from_gates: Callabl
 
 def apply(function: type[torch.autograd.Function], *inputs: Any) -> Any:
     """The result of an autograd function; without gradients, without what `Function.apply` adds to it on the host."""
-    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_Unused, *inputs)
+    return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_Unused(), *inputs)
 
 
 class _Unused:
@@ -113,7 +115,7 @@ class Rotation(torch.autograd.Function):
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
     """Turns the pairs of coordinates i and i + size / 2 of the first heads, or turns them back; rounded as in `transformers`."""
-    found = torch.empty_like(states)
+    found = states.new_empty(states.shape)
     (part, rest), (of_part, of_rest) = (x.split((turned, x.shape[2] - turned), 2) for x in (states, found))
     (first, second), (below, above) = part.chunk(2, -1), sin.unsqueeze(2).chunk(2, -1)
     torch.mul(part, cos.unsqueeze(2), out=of_part)

@@ -138,8 +138,9 @@ def modules_within(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether something is called around the module's `forward`: a hook of PyTorch or of accelerate."""
-    # `hasattr` would search parameters, buffers and modules first.
-    return "_hf_hook" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+    own = vars(module)  # `hasattr` would search parameters, buffers and modules first
+    kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    return "_hf_hook" in own or any(own[kind] for kind in kinds)
 
 
 def positions(model: nn.Module) -> int | None:
