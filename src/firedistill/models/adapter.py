@@ -59,7 +59,7 @@ class Lora(NamedTuple):
         is_linear: whether the base is a frozen `nn.Linear` without hooks.
     """
 
-    base: nn.Module
+    base: Any
     first: Tensor
     second: Tensor
     scale: float
@@ -96,15 +96,14 @@ class Stack(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the layers compute of `x` `[..., in]`, side by side, `[..., sum of out_i]`."""
-        rows, layer = x.reshape(-1, x.shape[-1]), self.layers[0]
-        read = rows if layer.dropout is None else layer.dropout(rows)
-        factors = [factor for of in self.layers for factor in (of.first, of.second)]
-        if layer.is_linear:
-            bases: list[Any] = [of.base for of in self.layers]
+        rows, bases = x.reshape(-1, x.shape[-1]), [layer.base for layer in self.layers]
+        dropout, factors = self.layers[0].dropout, [factor for layer in self.layers for factor in (layer.first, layer.second)]
+        read = rows if dropout is None else dropout(rows)
+        if self.layers[0].is_linear:
             sums = blocks.apply(_LowRank, read, self, [base.bias for base in bases], *factors)
             sums = blocks.apply(_AddProducts, sums, rows, *(base.weight for base in bases))
         else:
-            sums = layer.base(rows) + blocks.apply(_LowRank, read, self, [None], *factors)
+            sums = bases[0](rows) + blocks.apply(_LowRank, read, self, [None], *factors)
         return sums.view(*x.shape[:-1], -1)
 
 
@@ -202,11 +201,8 @@ def _is_frozen_linear(base: nn.Module) -> bool:
 
 
 def _is_one_product(layers: list[Lora]) -> bool:
-    return (
-        len({layer.scale for layer in layers}) == 1
-        and all(layer.dropout is None and layer.is_linear for layer in layers)
-        and len({layer.base.bias is None for layer in layers}) == 1
-    )
+    """Whether the layers read the same states and have one scale."""
+    return len({layer.scale for layer in layers}) == 1 and all(layer.dropout is None and layer.is_linear for layer in layers)
 
 
 def _round_all(of_model: list[Block], trunk: Any, inputs: Any) -> None:
@@ -262,9 +258,9 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, stack: Stack, biases: Sequence[Tensor | None], *factors: Tensor) -> Tensor:
         low = rows @ stack.first.t()
         ctx.save_for_backward(rows, low, stack.first, *stack.second)
-        ctx.scale, ctx.of_first = stack.layers[0].scale, factors[::2]
+        ctx.scale, ctx.first = stack.layers[0].scale, factors[::2]
         found = rows.new_empty(len(rows), sum(map(len, stack.second)))
-        parts = zip(_split(found, stack.second, 1), _split(low, ctx.of_first, 1), stack.second, biases, strict=True)
+        parts = zip(_split(found, stack.second, 1), _split(low, ctx.first, 1), stack.second, biases, strict=True)
         for part, of_low, second, bias in parts:
             # With beta 0, the values of the first argument are not read.
             start, beta = (second.t()[:1], 0) if bias is None else (bias, 1)
@@ -276,11 +272,11 @@ class _LowRank(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         rows, low, first, *second = ctx.saved_tensors
         of_low, of_second = torch.empty_like(low), []
-        gradients, lows, of_lows = _split(gradient, second, 1), _split(low, ctx.of_first, 1), _split(of_low, ctx.of_first, 1)
+        gradients, lows, of_lows = _split(gradient, second, 1), _split(low, ctx.first, 1), _split(of_low, ctx.first, 1)
         for of_part, part, found, b in zip(gradients, lows, of_lows, second, strict=True):
             torch.addmm(part, of_part, b, beta=0, alpha=ctx.scale, out=found)
             of_second.append(torch.addmm(b, of_part.t(), part, beta=0, alpha=ctx.scale).float())
-        of_first = _split((of_low.t() @ rows).float(), ctx.of_first, 0)
+        of_first = _split((of_low.t() @ rows).float(), ctx.first, 0)
         of_factors = [factor for of_layer in zip(of_first, of_second, strict=True) for factor in of_layer]
         return of_low @ first if ctx.needs_input_grad[0] else None, None, None, *of_factors
 
