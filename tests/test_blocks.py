@@ -18,7 +18,7 @@ from firedistill.models.attention import use_own_attention
 from firedistill.models.lora import add_lora
 from firedistill.models.states import last_hidden_states
 from test_adapter import IDS, Operators, blocks_of, distance, kept_bytes, states_and_gradient
-from test_layers import FAMILIES, SIZES
+from test_layers import FAMILIES, SIZES, with_values
 from tiny import enable_checkpointing
 
 
@@ -26,15 +26,10 @@ def adapted(family: str = "qwen2", dtype: torch.dtype = torch.bfloat16, together
     """A model whose adapter, biases and norms all change what it computes; the same values for all types."""
     torch.manual_seed(0)
     config = copy.deepcopy(FAMILIES[family]) if family in FAMILIES else GemmaConfig(**SIZES, num_hidden_layers=2)
-    model = add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32), **settings).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or name.endswith("bias"):
-                parameter.normal_(std=0.3)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 2.0)
-            if "lora_" not in name:
-                parameter.data = parameter.bfloat16().to(dtype)
+    model = with_values(add_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32), **settings).train())
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16().to(dtype)
     compute_in_base_dtype(model)
     return model if together else apart(model)
 

@@ -44,12 +44,17 @@ def adapted(config, dtype: torch.dtype = torch.float32, **options):
     torch.manual_seed(0)
     model = add_lora(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).to(dtype), **options).eval()
     model.get_base_model().generation_config.eos_token_id = None
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name or name.endswith("bias"):
-                parameter.normal_(std=0.3)
-            elif "norm" in name:
-                parameter.uniform_(0.5, 2.0)
+    return with_values(model)
+
+
+@torch.no_grad()
+def with_values(model):
+    """Draw factors B, biases and norms, whose first values change nothing."""
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name or name.endswith("bias"):
+            parameter.normal_(std=0.3)
+        elif "norm" in name:
+            parameter.uniform_(0.5, 2.0)
     return model
 
 

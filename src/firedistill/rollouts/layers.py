@@ -91,6 +91,8 @@ class FusedLayer(nn.Module):
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of `states` `[B, T, heads, size]`, which turns the pairs of coordinates i and i + size / 2.
 
+    It has fewer operations and roundings than that of `models/blocks.py`, whose results are those of `transformers` to the bit.
+
     Args:
         cos, sin: of the angles, `[B or 1, T, size]`.
     """
