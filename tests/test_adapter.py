@@ -20,23 +20,8 @@ from tiny import enable_checkpointing, random_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11], [30, 31, 32, 33, 34, 35, 36]])
 # Operators that compute nothing
-VIEWS = set(
-    [
-        "t",
-        "view",
-        "_unsafe_view",
-        "transpose",
-        "slice",
-        "unsqueeze",
-        "expand",
-        "detach",
-        "split_with_sizes",
-        "split",
-        "alias",
-        "new_empty",
-        "empty_like",
-    ]
-)
+VIEWS = {"t", "view", "_unsafe_view", "transpose", "slice", "unsqueeze", "expand", "detach", "split_with_sizes", "split"}
+VIEWS |= {"alias", "new_empty", "empty_like"}
 
 
 def adapted(kind: str = "qwen2", dtype: torch.dtype = torch.bfloat16, fused: bool = True, **settings):
