@@ -53,6 +53,16 @@ def joined(*layers: nn.Module):
     return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 
+def share_products(trunk):
+    """Let its attention and MLP compute over such products."""
+    for layer in trunk.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        to_heads = joined(attention.q_proj, attention.k_proj, attention.v_proj)
+        attention.forward = partial(blocks.attend, attention, to_heads, attention.o_proj)
+        mlp.forward = partial(blocks.gated, mlp, joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+    return trunk
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_compute_what_the_modules_do(family):
     """In float64: states, and the gradients of all weights, with padding on the left."""
@@ -62,11 +72,8 @@ def test_they_compute_what_the_modules_do(family):
     mask[1, :5] = 0
     found = []
     for fused in (False, True):
-        for layer in trunk.layers if fused else ():
-            attention, mlp = layer.self_attn, layer.mlp
-            to_heads = joined(attention.q_proj, attention.k_proj, attention.v_proj)
-            attention.forward = partial(blocks.attend, attention, to_heads, attention.o_proj)
-            mlp.forward = partial(blocks.gated, mlp, joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj)
+        if fused:
+            share_products(trunk)
         states = trunk(ids, attention_mask=mask).last_hidden_state[mask.bool()]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         found.append([states.detach(), *(parameter.grad for parameter in trunk.parameters())])

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from firedistill.models import one_token
+from firedistill.models import kernels
 from firedistill.models.states import unwrap
 
 NAME = "firedistill"
@@ -57,7 +57,7 @@ def attention(
     if plain and query.shape[2] == 1:
         if attention_mask is not None and has_kernel(query, key, value, attention_mask):
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return one_token.one_query_attention(query, key, value, attention_mask, scale), None
+            return kernels.one_query_attention(query, key, value, attention_mask, scale), None
         return grouped_attention(query, key, value, attention_mask, scaling), None
     causal = getattr(module, "is_causal", True) if kwargs.get("is_causal") is None else kwargs["is_causal"]
     known = causal and query.shape[2] == key.shape[2] if attention_mask is None else attention_mask.dtype == torch.bool
@@ -98,9 +98,9 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
-    """Whether the kernel of `one_token.py` computes attention of one query per head, without gradients."""
+    """Whether the kernel of `kernels.py` computes attention of one query per head, without gradients."""
     return (
-        one_token.fits(key)
+        kernels.fits(key)
         and mask.dtype == torch.bool
         and not torch.is_grad_enabled()
         and query.dtype == key.dtype

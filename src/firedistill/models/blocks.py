@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from firedistill.models import kernels
 from firedistill.models.states import is_hooked
 
 # Of `transformers`; their layers differ in biases and in norms of queries and keys only.
@@ -114,7 +115,12 @@ class Rotation(torch.autograd.Function):
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
-    """Turns the pairs of coordinates i and i + size / 2 of the first heads, or turns them back; rounded as in `transformers`."""
+    """Turns the pairs of coordinates i and i + size / 2 of the first heads, or turns them back.
+
+    PyTorch's operators round as `transformers` does; the kernel on GPUs rounds once.
+    """
+    if kernels.fits(states):
+        return kernels.rotate(states, cos, sin, turned, back)
     found = states.new_empty(states.shape)
     (part, rest), (of_part, of_rest) = (x.split((turned, x.shape[2] - turned), 2) for x in (states, found))
     (first, second), (below, above) = part.chunk(2, -1), sin.unsqueeze(2).chunk(2, -1)
@@ -136,6 +142,8 @@ class SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gates: Tensor) -> Tensor:
         ctx.save_for_backward(gates)
+        if kernels.takes(gates):
+            return kernels.silu_product(gates)
         gate, up = gates.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
@@ -143,6 +151,8 @@ class SiluProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gates,) = ctx.saved_tensors
+        if kernels.takes(gates):
+            return kernels.silu_product_backward(gradient, gates)
         (gate, up), found = gates.chunk(2, -1), torch.empty_like(gates)
         of_gate, of_up = found.chunk(2, -1)
         torch.ops.aten.silu_backward.grad_input(gradient * up, gate, grad_input=of_gate)

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from firedistill.memory import is_out_of_memory
 from firedistill.models.attention import attends_by_position, own_attention
-from firedistill.models.one_token import fits
+from firedistill.models.kernels import fits
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts, next_logits

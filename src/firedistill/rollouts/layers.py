@@ -6,14 +6,15 @@ graph, and the products of a layer 40 µs (batch 8, shapes of Qwen2.5 1.5B, `doc
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from firedistill.models import one_token
+from firedistill.models import kernels
 from firedistill.models.attention import attention
+from firedistill.models.blocks import SiluProduct, apply
 from firedistill.rollouts.fixed import FixedLayer
 
 
@@ -51,41 +52,35 @@ class FusedLayer(nn.Module):
     ) -> Tensor:
         """The states `[B, T, H]` after the layer; they overwrite those before it. Arguments as `transformers` gives them to a layer."""
         cached = None if past_key_values is None else past_key_values.layers[self.index]
-        if isinstance(cached, FixedLayer) and one_token.fits(cached.keys):
-            return self.step(hidden_states, attention_mask, position_embeddings, cached)
-        projected = self.to_heads(self.attention_norm(hidden_states)).unflatten(-1, (-1, self.size))
-        query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
-        if self.query_norm is None or self.key_norm is None:
-            both = projected[:, :, : self.heads + self.groups]
-        else:
-            both = torch.cat([self.query_norm(query), self.key_norm(key)], 2)
-        query, key = rotated(both, *position_embeddings).transpose(1, 2).split((self.heads, self.groups), 1)
-        value = value.transpose(1, 2)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.index)
-        found, _ = attention(self, query, key, value, attention_mask, self.scaling)
-        hidden_states = add_product(hidden_states, found.flatten(2), self.from_heads)
-        gate, up = self.to_gates(self.gate_norm(hidden_states)).chunk(2, -1)
-        return add_product(hidden_states, self.activation(gate) * up, self.from_gates)
-
-    def step(
-        self, hidden_states: Tensor, mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor], cached: FixedLayer
-    ) -> Tensor:
-        """`forward` for one token per sequence, by the kernels of `one_token.py`."""
-        projected = self.to_heads(self.attention_norm(hidden_states)).unflatten(-1, (-1, self.size))
+        projected = self.to_heads(normalized(hidden_states, self.attention_norm)).unflatten(-1, (-1, self.size))
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
             projected = torch.cat([self.query_norm(query), self.key_norm(key), value], 2)
-        query = one_token.rotate_and_store(projected, *position_embeddings, cached.keys, cached.values, cached.column)
-        found, _ = attention(self, query, cached.keys, cached.values, mask, self.scaling)
+        if isinstance(cached, FixedLayer) and kernels.fits(cached.keys):  # one token per sequence
+            query = kernels.rotate_and_store(projected, *position_embeddings, cached.keys, cached.values, cached.column)
+            key, value = cached.keys, cached.values
+        else:
+            both, value = projected.split((self.heads + self.groups, self.groups), 2)
+            query, key = rotated(both, *position_embeddings).transpose(1, 2).split((self.heads, self.groups), 1)
+            value = value.transpose(1, 2)
+            if past_key_values is not None:
+                key, value = past_key_values.update(key, value, self.index)
+        found, _ = attention(self, query, key, value, attention_mask, self.scaling)
         hidden_states = add_product(hidden_states, found.flatten(2), self.from_heads)
-        gates = self.to_gates(self.gate_norm(hidden_states))
+        gates = self.to_gates(normalized(hidden_states, self.gate_norm))
         if self.is_silu:
-            products = one_token.silu_product(gates)
+            products = apply(SiluProduct, gates)
         else:
             gate, up = gates.chunk(2, -1)
             products = self.activation(gate) * up
         return add_product(hidden_states, products, self.from_gates)
+
+
+def normalized(states: Tensor, norm: nn.Module) -> Tensor:
+    """`norm(states)`."""
+    if type(norm) is nn.RMSNorm and kernels.takes(states):
+        return kernels.normalized(states, norm.weight, cast(float, norm.eps))
+    return norm(states)
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operations of a layer that reads one token per sequence: the kernels of `one_token.py`, PyTorch, and what `torch.compile` makes."""
+"""Operations of a layer that reads one token per sequence: the kernels of `kernels.py`, PyTorch, and what `torch.compile` makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.kernels import captured
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
-from firedistill.models import one_token
+from firedistill.models import kernels
 from firedistill.models.attention import grouped_attention
 from firedistill.rollouts.fixed import FixedLayer
 from firedistill.rollouts.layers import rotated
@@ -79,11 +79,11 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
                 return grouped_attention(x.query, x.keys, x.values, x.added, scale)
 
         found["attention, cuDNN"] = by_cudnn
-    if one_token.fits(x.keys):
+    if kernels.fits(x.keys):
         found |= {
-            "attention, kernel": lambda x: one_token.one_query_attention(x.query, x.keys, x.values, x.visible, scale),
-            "rotation, kernel": lambda x: one_token.rotate_and_store(x.projected, x.cos, x.sin, x.keys, x.values, x.column),
-            "gates, kernel": lambda x: one_token.silu_product(x.gates),
+            "attention, kernel": lambda x: kernels.one_query_attention(x.query, x.keys, x.values, x.visible, scale),
+            "rotation, kernel": lambda x: kernels.rotate_and_store(x.projected, x.cos, x.sin, x.keys, x.values, x.column),
+            "gates, kernel": lambda x: kernels.silu_product(x.gates),
         }
     return found
 

@@ -1,8 +1,9 @@
-"""Triton kernels for layers that read one token per sequence, on GPUs and without gradients.
+"""Triton kernels of decoder layers, for GPUs.
 
-Attention reads keys and values in parts, side by side, and only the parts that hold a visible one. Rotation with the write to the
-cache is one kernel, and so is the product of the gates. They compute in float32 and round once, except that attention rounds the
-weights of the values to their type. `docs/performance-gpu.md` has measurements.
+With one token per sequence, when sampling: attention, which reads keys and values in parts, side by side, and only the parts that hold a
+visible one; rotation with the write to the cache; norms. In training, forward and backward: rotation, and the product of the gates,
+which sampling uses as well. All compute in float32 and round once, except that attention rounds the weights of the values to their type.
+`docs/performance-gpu.md` has measurements.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 64  # columns read at once
 PARTS = 64  # of the columns, at most
+GATES = 1024  # of one row, and
+HEADS = 16  # of one token, that a block of threads computes
 LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
 
 
 def fits(states: Tensor) -> bool:
-    """Whether the kernels take keys or values `[B, groups, W, size]` of this device, type and size of a head."""
+    """Whether the kernels take heads `[..., size]` of this device, type and size."""
     size = states.shape[-1]
-    return (
-        states.device.type == "cuda"
-        and states.dtype in (torch.bfloat16, torch.float16)
-        and 16 <= size <= 256
-        and size & (size - 1) == 0
-        and compiles(states.device)
-    )
+    return takes(states) and 16 <= size <= 256 and size & (size - 1) == 0
+
+
+def takes(states: Tensor) -> bool:
+    """Whether there are kernels for states of this device and type."""
+    return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and compiles(states.device)
 
 
 @cache
@@ -56,7 +58,7 @@ def compiles(device: torch.device) -> bool:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        logger.warning("sampling runs without Triton kernels: %s", " ".join(str(error).split())[:200])
+        logger.warning("layers run without Triton kernels: %s", " ".join(str(error).split())[:200])
         return False
     return True
 
@@ -129,13 +131,49 @@ def rotate_and_store(projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, 
     return queries
 
 
+def rotate(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
+    """What `rotated` of `models/blocks.py` does to states `[B, T, heads, size]`, by angles `[B or 1, T, size]`."""
+    count, length, heads, size = states.shape
+    states = states if states.stride()[2:] == (size, 1) else states.contiguous()  # a part of the heads needs no copy
+    cos, sin, found = cos.expand(count, length, size), sin.expand(count, length, size), states.new_empty(states.shape)
+    with on_device_of(states):
+        _rotate[(count * length, triton.cdiv(heads, HEADS))](
+            *(states, *states.stride()[:2], cos, *cos.stride()[:2], sin, *sin.stride()[:2]),
+            *(found, length, heads, turned),
+            BACK=back,
+            HEADS=HEADS,
+            HALF=size // 2,
+        )
+    return found
+
+
 def silu_product(states: Tensor) -> Tensor:
     """`silu(gate) * up` `[..., I]` of the two halves of `states` `[..., 2 I]`."""
     states = states.contiguous()
     width = states.shape[-1] // 2
     found = states.new_empty(*states.shape[:-1], width)
     with on_device_of(states):
-        _silu_product[(found.numel() // width, triton.cdiv(width, 1024))](states, found, width, BLOCK=1024)
+        _silu_product[(found.numel() // width, triton.cdiv(width, GATES))](states, found, width, BLOCK=GATES)
+    return found
+
+
+def silu_product_backward(gradient: Tensor, states: Tensor) -> Tensor:
+    """The gradient of the states `[..., 2 I]`, from that of `silu_product` `[..., I]`."""
+    gradient, states = gradient.contiguous(), states.contiguous()
+    width, found = gradient.shape[-1], torch.empty_like(states)
+    with on_device_of(states):
+        _silu_product_backward[(gradient.numel() // width, triton.cdiv(width, GATES))](
+            gradient, states, found, width, BLOCK=GATES
+        )
+    return found
+
+
+def normalized(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm of `[..., H]`: states over the square root of (the mean of their squares + eps), times the weight."""
+    states = states.contiguous()
+    width, found = states.shape[-1], torch.empty_like(states)
+    with on_device_of(states):
+        _normalize[(states.numel() // width,)](states, weight, found, width, eps, BLOCK=triton.next_power_of_2(width))
     return found
 
 
@@ -236,6 +274,36 @@ def _rotate_and_store(
 
 
 @jit
+def _rotate(
+    STATES, state_of_sequence, state_of_token,
+    COS, cos_of_sequence, cos_of_token,
+    SIN, sin_of_sequence, sin_of_token,
+    FOUND, length, heads, turned,
+    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    sequence, token = row // length, row % length
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    exists, turns = (head < heads)[:, None], (head < turned)[:, None]
+    first = tl.arange(0, HALF)[None, :]
+    second = HALF + first
+    states = STATES + sequence * state_of_sequence + token * state_of_token + head[:, None] * 2 * HALF
+    x, y = tl.load(states + first, mask=exists, other=0.0), tl.load(states + second, mask=exists, other=0.0)
+    cos = COS + sequence * cos_of_sequence + token * cos_of_token
+    sin = SIN + sequence * sin_of_sequence + token * sin_of_token
+    below, above = tl.load(sin + first).to(tl.float32), tl.load(sin + second).to(tl.float32)
+    to_first, to_second = -below, above
+    if BACK:  # by the transposed matrix
+        to_first, to_second = above, -below
+    turned_x = x.to(tl.float32) * tl.load(cos + first).to(tl.float32) + y.to(tl.float32) * to_first
+    turned_y = y.to(tl.float32) * tl.load(cos + second).to(tl.float32) + x.to(tl.float32) * to_second
+    found = FOUND + (row * heads + head[:, None]) * 2 * HALF
+    tl.store(found + first, tl.where(turns, turned_x.to(x.dtype), x), mask=exists)
+    tl.store(found + second, tl.where(turns, turned_y.to(x.dtype), y), mask=exists)
+
+
+@jit
 def _silu_product(STATES, FOUND, width, BLOCK: tl.constexpr):
     """A block of one row."""
     row = tl.cast(tl.program_id(0), tl.int64)
@@ -244,3 +312,29 @@ def _silu_product(STATES, FOUND, width, BLOCK: tl.constexpr):
     gate = tl.load(STATES + row * 2 * width + at, mask=exists, other=0.0).to(tl.float32)
     up = tl.load(STATES + row * 2 * width + width + at, mask=exists, other=0.0).to(tl.float32)
     tl.store(FOUND + row * width + at, (gate * tl.sigmoid(gate) * up).to(FOUND.dtype.element_ty), mask=exists)
+
+
+@jit
+def _silu_product_backward(GRADIENT, STATES, FOUND, width, BLOCK: tl.constexpr):
+    """A block of one row."""
+    row = tl.cast(tl.program_id(0), tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = at < width
+    gradient = tl.load(GRADIENT + row * width + at, mask=exists, other=0.0).to(tl.float32)
+    gate = tl.load(STATES + row * 2 * width + at, mask=exists, other=0.0).to(tl.float32)
+    up = tl.load(STATES + row * 2 * width + width + at, mask=exists, other=0.0).to(tl.float32)
+    share = tl.sigmoid(gate)
+    of_gate, of_up = gradient * up * share * (1 + gate * (1 - share)), gradient * gate * share
+    tl.store(FOUND + row * 2 * width + at, of_gate.to(FOUND.dtype.element_ty), mask=exists)
+    tl.store(FOUND + row * 2 * width + width + at, of_up.to(FOUND.dtype.element_ty), mask=exists)
+
+
+@jit
+def _normalize(STATES, WEIGHT, FOUND, width, eps, BLOCK: tl.constexpr):
+    """One row."""
+    row, at = tl.cast(tl.program_id(0), tl.int64), tl.arange(0, BLOCK)
+    exists = at < width
+    states = tl.load(STATES + row * width + at, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.load(WEIGHT + at, mask=exists, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(states * states, 0) / width + eps)
+    tl.store(FOUND + row * width + at, (states * scale * weight).to(FOUND.dtype.element_ty), mask=exists)

@@ -1,4 +1,4 @@
-"""Triton kernels of layers that read one token per sequence, against their equations in float64: here in Triton's interpreter."""
+"""Triton kernels of decoder layers against their equations in float64: here in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from firedistill.models import attention, one_token
+from firedistill.models import attention, kernels
+from firedistill.models.norms import fuse_norms
 from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import merged_adapter
+from test_blocks import share_products
 from test_layers import FAMILIES, PROMPTS, adapted
 from tiny import byte_tokenizer
 
@@ -53,7 +56,7 @@ def test_attention(shape, device, dtype):
         mask[row, ..., row : columns - 2 * row] = True
     mask = mask[:count, ..., :columns]
     with torch.no_grad():
-        found = one_token.one_query_attention(query, key, value, mask, 0.3)
+        found = kernels.one_query_attention(query, key, value, mask, 0.3)
     scores = query.double().unflatten(1, (groups, -1)) @ key.double().unsqueeze(2).mT * 0.3
     weights = scores.masked_fill(~mask.unsqueeze(2), -torch.inf).softmax(-1)
     expected = (weights @ value.double().unsqueeze(2)).flatten(1, 2).transpose(1, 2)
@@ -67,13 +70,13 @@ def test_columns_that_are_not_visible_have_no_effect(device, dtype):
     query, key, value = (random(1, 2, n, 16, device=device, dtype=dtype, seed=n) for n in (1, 200, 200))
     mask = torch.zeros(1, 1, 1, 200, dtype=torch.bool, device=device)
     mask[..., 70:120] = True
-    found = one_token.one_query_attention(query, key, value, mask, 0.25)
-    alone = one_token.one_query_attention(query, key[:, :, 70:120], value[:, :, 70:120], mask[..., 70:120], 0.25)
+    found = kernels.one_query_attention(query, key, value, mask, 0.25)
+    alone = kernels.one_query_attention(query, key[:, :, 70:120], value[:, :, 70:120], mask[..., 70:120], 0.25)
     torch.testing.assert_close(found, alone, rtol=0, atol=TOLERANCE[dtype])
     key[:, :, :64], value[:, :, 128:] = torch.nan, torch.inf
-    assert torch.equal(one_token.one_query_attention(query, key, value, mask, 0.25), found)
+    assert torch.equal(kernels.one_query_attention(query, key, value, mask, 0.25), found)
     key[:, :, 80] = torch.nan  # the caller finds out
-    assert one_token.one_query_attention(query, key, value, mask, 0.25).isnan().all()
+    assert kernels.one_query_attention(query, key, value, mask, 0.25).isnan().all()
 
 
 @pytest.mark.parametrize(("device", "dtype"), WHERE)
@@ -89,7 +92,7 @@ def test_rotation(shape, shared, device, dtype):
         torch.full((count + 1, groups, 40, size), 7.0, device=device, dtype=dtype)[:count, :, :31] for _ in range(2)
     )
     column = torch.full((1,), 29, device=device)
-    queries = one_token.rotate_and_store(projected, cos, sin, keys, values, column)
+    queries = kernels.rotate_and_store(projected, cos, sin, keys, values, column)
     exact, cos, sin = projected.double(), cos.double().unsqueeze(2), sin.double().unsqueeze(2)
     turned = torch.cat([-exact[..., size // 2 :], exact[..., : size // 2]], -1)
     expected = (exact * cos + turned * sin).transpose(1, 2)
@@ -105,21 +108,94 @@ def test_rotation(shape, shared, device, dtype):
 def test_gates(width, device, dtype):
     states = random(3, 1, 2 * width, device=device, dtype=dtype) * 4
     gate, up = states.double().chunk(2, -1)
-    found = one_token.silu_product(states)
+    found = kernels.silu_product(states)
     assert found.shape == (3, 1, width)
     assert_close(found, gate * gate.sigmoid() * up)
 
 
+def gradient_of(function, states, gradient):
+    """Value and gradient of a function in float64."""
+    exact = states.double().requires_grad_()
+    value = function(exact)
+    value.backward(gradient.double())
+    return value.detach(), exact.grad
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("width", [1, 48, 1024, 2500])
+def test_gradient_of_the_gates(width, device, dtype):
+    states = random(2, 3, 2 * width, device=device, dtype=dtype) * 4
+    gradient = random(2, 3, 2 * width, device=device, dtype=dtype, seed=1)[..., ::2]  # not contiguous
+    _, expected = gradient_of(lambda x: x[..., :width].sigmoid() * x[..., :width] * x[..., width:], states, gradient)
+    assert_close(kernels.silu_product_backward(gradient, states), expected)
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("shape", [(2, 5, 16, 128, 14), (1, 3, 6, 16, 5), (3, 1, 40, 32, 40)], ids=str)
+@pytest.mark.parametrize("shared", [False, True], ids=["angles per sequence", "shared angles"])
+def test_rotation_of_many_tokens(shape, shared, device, dtype):
+    """Forward and backward; the heads behind the first ones stay as they are."""
+    count, length, heads, size, turned = shape
+    states, gradient = (random(count, length, heads + 2, size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
+    states, gradient = states[:, :, :heads], gradient[:, :, 2:]  # parts of projections
+    cos, sin = (random(1 if shared else count, length, size, device=device, dtype=dtype, seed=seed) for seed in (2, 3))
+
+    def rotated(x):
+        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        both = x * cos.double().unsqueeze(2) + half * sin.double().unsqueeze(2)
+        return torch.cat([both[:, :, :turned], x[:, :, turned:]], 2)
+
+    expected, expected_gradient = gradient_of(rotated, states, gradient)
+    found, back = kernels.rotate(states, cos, sin, turned), kernels.rotate(gradient, cos, sin, turned, back=True)
+    assert_close(found, expected)
+    assert_close(back, expected_gradient)
+    assert torch.equal(found[:, :, turned:], states[:, :, turned:]) and torch.equal(back[:, :, turned:], gradient[:, :, turned:])
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize("width", [1, 48, 1536, 5120])
+def test_norm(width, device, dtype):
+    states = random(3, 2, width, device=device, dtype=dtype) * torch.tensor([1e-3, 30.0], device=device)[:, None].to(dtype)
+    weight = random(width, device=device, dtype=dtype, seed=1)
+    found = kernels.normalized(states, weight, 1e-6)
+    exact = states.double()
+    expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+    assert found.shape == states.shape
+    for token in range(2):
+        assert_close(found[:, token], expected[:, token])
+
+
+@WITHOUT_GPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_train_alike_with_kernels(family, monkeypatch):
+    """In float32, in the interpreter: states, and gradients of all weights."""
+    found, used = [], set()
+    for name in ("rotate", "silu_product", "silu_product_backward"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
+    for with_kernels in (False, True):
+        for name in ("fits", "takes"):
+            monkeypatch.setattr(kernels, name, lambda states, answer=with_kernels: answer)
+        torch.manual_seed(0)
+        trunk = share_products(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family])).base_model)
+        states = trunk(torch.arange(5, 41).view(3, 12)).last_hidden_state
+        (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
+        found.append([states.detach(), *(parameter.grad for parameter in trunk.parameters())])
+        assert used == ({"rotate", "silu_product", "silu_product_backward"} if with_kernels else set())
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()))
+
+
 def test_kernels_are_for_gpus_and_half_precision():
     states = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    assert not one_token.fits(states)
+    assert not kernels.fits(states)
     if torch.cuda.is_available():
-        assert [one_token.fits(states.cuda().to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+        assert [kernels.fits(states.cuda().to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
             True,
             True,
             False,
         ]
-        assert not one_token.fits(states.cuda()[..., :48]) and not one_token.fits(states.cuda()[..., :8])
+        assert not kernels.fits(states.cuda()[..., :48]) and not kernels.fits(states.cuda()[..., :8])
 
 
 def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
@@ -129,22 +205,22 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
     def out_of_memory(states):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(one_token, "silu_product", fails)
+    monkeypatch.setattr(kernels, "silu_product", fails)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: None)
-    one_token.compiles.cache_clear()
+    kernels.compiles.cache_clear()
     with caplog.at_level("WARNING"):
-        assert [one_token.compiles(torch.device("cuda", index)) for index in (0, 0)] == [False, False]
+        assert [kernels.compiles(torch.device("cuda", index)) for index in (0, 0)] == [False, False]
     (record,) = caplog.records
-    assert record.getMessage() == ("sampling runs without Triton kernels: Failed to find C compiler. Please specify via CC")
+    assert record.getMessage() == ("layers run without Triton kernels: Failed to find C compiler. Please specify via CC")
     with monkeypatch.context() as context:
-        context.setattr(one_token, "silu_product", out_of_memory)
+        context.setattr(kernels, "silu_product", out_of_memory)
         for _ in range(2):  # nothing is concluded from it
             with pytest.raises(torch.OutOfMemoryError):
-                one_token.compiles(torch.device("cuda", 2))
+                kernels.compiles(torch.device("cuda", 2))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not one_token.compiles(torch.device("cuda", 1))
-    one_token.compiles.cache_clear()
+    assert not kernels.compiles(torch.device("cuda", 1))
+    kernels.compiles.cache_clear()
 
 
 @WITHOUT_GPU
@@ -153,11 +229,12 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
 def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     """In float32, in the interpreter; layers of transformers use the attention alone."""
     used = set()
-    for name in ("one_query_attention", "rotate_and_store", "silu_product"):
-        function = getattr(one_token, name)
-        monkeypatch.setattr(one_token, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
+    for name in ("one_query_attention", "rotate_and_store", "silu_product", "normalized"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
     model, tokenizer = adapted(FAMILIES[family]), byte_tokenizer()
     tokenizer.eos_token = None
+    assert fuse_norms(model)
     engine = HFRolloutEngine(model, tokenizer, merge_adapter=True, fixed=True, fuse_layers=fuse)
     sampling = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=6)
     expected = engine.generate(PROMPTS[:3], sampling, seed=3)
@@ -166,11 +243,14 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     def fits(states):
         return states.shape[-1] >= 8
 
-    for module in (one_token, fixed):
+    for module in (kernels, fixed):
         monkeypatch.setattr(module, "fits", fits)
+    monkeypatch.setattr(kernels, "takes", lambda states: True)
     assert engine.generate(PROMPTS[:3], sampling, seed=3) == expected
     # A window takes keys from a cache that the kernels do not write to.
-    of_a_layer = {"rotate_and_store", "silu_product"} if fuse and family != "mistral, window" else set()
+    of_a_layer = {"silu_product", "normalized"} if fuse else set()
+    if fuse and family != "mistral, window":
+        of_a_layer.add("rotate_and_store")
     assert used == {"one_query_attention", *of_a_layer}
 
 
@@ -190,18 +270,19 @@ def test_other_attention_is_left_to_pytorch(change, monkeypatch):
     tensors = query, key, key, torch.ones(1, 1, 1, 8, dtype=torch.bool)
     with torch.no_grad():
         assert not attention.has_kernel(*tensors), "on a CPU"
-    monkeypatch.setattr(one_token, "fits", lambda states: True)
+    monkeypatch.setattr(kernels, "fits", lambda states: True)
     assert not attention.has_kernel(*tensors)
     with torch.no_grad():
         assert attention.has_kernel(*tensors) and not attention.has_kernel(*change(*tensors))
 
 
-def states_of(model, kernels, monkeypatch):
+def states_of(model, with_kernels, monkeypatch):
     """Logits of some steps of decoding that read given tokens, `[steps, B, V]`."""
     with monkeypatch.context() as context, torch.no_grad():
-        for module in (one_token, fixed):
-            if not kernels:
+        for module in (kernels, fixed):
+            if not with_kernels:
                 context.setattr(module, "fits", lambda states: False)
+                context.setattr(kernels, "takes", lambda states: False)
         engine = HFRolloutEngine(model, byte_tokenizer(), merge_adapter=True, fixed=True, fuse_layers=True)
         engine.stop_ids.clear()
         with merged_adapter(model, engine.copies, fuse_layers=True):
