@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from firedistill.models import attention, kernels
@@ -196,6 +197,14 @@ def test_kernels_are_for_gpus_and_half_precision():
             False,
         ]
         assert not kernels.fits(states.cuda()[..., :48]) and not kernels.fits(states.cuda()[..., :8])
+
+
+def test_states_without_memory_are_left_to_pytorch(monkeypatch):
+    """As those of a pass that is only estimated, on a GPU."""
+    monkeypatch.setattr(kernels, "compiles", lambda device: True)
+    with FakeTensorMode():
+        states = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
+        assert states.is_cuda and not kernels.takes(states) and not kernels.fits(states)
 
 
 def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):

@@ -40,8 +40,9 @@ def fits(states: Tensor) -> bool:
 
 
 def takes(states: Tensor) -> bool:
-    """Whether there are kernels for states of this device and type."""
-    return states.is_cuda and states.dtype in (torch.bfloat16, torch.float16) and compiles(states.device)
+    """Whether there are kernels for states of this device and type. Not for those without memory (`firedistill.footprint`)."""
+    plain = type(states) is Tensor and states.is_cuda
+    return plain and states.dtype in (torch.bfloat16, torch.float16) and compiles(states.device)
 
 
 @cache
