@@ -15,6 +15,7 @@ from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.merging import merged_adapter
+from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, draw
 from test_blocks import share_products
 from test_layers import FAMILIES, PROMPTS, adapted
 from tiny import byte_tokenizer
@@ -187,6 +188,31 @@ def test_layers_train_alike_with_kernels(family, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter, for what is not finite
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cpu", marks=WITHOUT_GPU, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("vocabulary", [7, 300, 10_000])
+@pytest.mark.parametrize("deviation", [0.3, 3.0, 30.0])
+def test_draw(vocabulary, deviation, device, monkeypatch):
+    """The tokens of PyTorch's operators: of wide and of narrow nuclei, and where the best tokens are too few."""
+    rows, sampling = 64, Sampling(0.8, 0.9, 1)
+    scores = random(rows, vocabulary, device=device) * deviation
+    scores[3], scores[5, 2], scores[6] = 1.5, float("-inf"), float("-inf")  # equal ones, an excluded one, no distribution
+    scores[7, 1], scores[8, 1] = float("nan"), float("inf")
+    uniforms = torch.rand(rows, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).to(device)[:, 0]
+    uniforms[9], uniforms[10] = 0, 1 - 2**-53
+    found = []
+    for with_kernels in (False, True):
+        monkeypatch.setattr(kernels, "is_usable", lambda tensor, answer=with_kernels: answer)
+        found.append(draw(scores, sampling, uniforms, 128))
+    assert torch.equal(*found)
+    assert (found[0] == NOT_FINITE).nonzero().flatten().tolist() == [6, 7, 8]
+    assert (found[0] == TOO_FEW).any() == (vocabulary > 128)
+    assert (found[0] >= 0).any() == (vocabulary == 7 or deviation > 1)
+
+
 def test_kernels_are_for_gpus_and_half_precision():
     states = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     assert not kernels.fits(states)
@@ -204,7 +230,7 @@ def test_states_without_memory_are_left_to_pytorch(monkeypatch):
     monkeypatch.setattr(kernels, "compiles", lambda device: True)
     with FakeTensorMode():
         states = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
-        assert states.is_cuda and not kernels.takes(states) and not kernels.fits(states)
+        assert states.is_cuda and not (kernels.is_usable(states) or kernels.takes(states) or kernels.fits(states))
 
 
 def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):

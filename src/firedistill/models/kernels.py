@@ -1,4 +1,4 @@
-"""Triton kernels of decoder layers, for GPUs.
+"""Triton kernels of decoder layers and of the draw of a token, for GPUs.
 
 With one token per sequence, when sampling: attention, which reads keys and values in parts, side by side, and only the parts that hold a
 visible one; rotation with the write to the cache; norms. In training, forward and backward: rotation, and the product of the gates,
@@ -30,6 +30,7 @@ BLOCK = 64  # columns read at once
 PARTS = 64  # of the columns, at most
 GATES = 1024  # of one row, and
 HEADS = 16  # of one token, that a block of threads computes
+SCORES = 4096  # of one row that are summed together
 LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
 
 
@@ -40,9 +41,13 @@ def fits(states: Tensor) -> bool:
 
 
 def takes(states: Tensor) -> bool:
-    """Whether there are kernels for states of this device and type. Not for those without memory (`firedistill.footprint`)."""
-    plain = type(states) is Tensor and states.is_cuda
-    return plain and states.dtype in (torch.bfloat16, torch.float16) and compiles(states.device)
+    """Whether there are kernels for states of this device and type."""
+    return states.dtype in (torch.bfloat16, torch.float16) and is_usable(states)
+
+
+def is_usable(tensor: Tensor) -> bool:
+    """Whether Triton makes kernels for a tensor. Not for one without memory, of a pass that is estimated (`firedistill.footprint`)."""
+    return type(tensor) is Tensor and tensor.is_cuda and compiles(tensor.device)
 
 
 @cache
@@ -175,6 +180,35 @@ def normalized(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     width, found = states.shape[-1], torch.empty_like(states)
     with on_device_of(states):
         _normalize[(states.numel() // width,)](states, weight, found, width, eps, BLOCK=triton.next_power_of_2(width))
+    return found
+
+
+def nucleus_token(scores: Tensor, values: Tensor, tokens: Tensor, uniforms: Tensor, top_p: float, unit: int) -> Tensor:
+    """What `draw` of `rollouts/sampling.py` returns for a nucleus, given the best tokens.
+
+    Args:
+        scores: `[B, V]` float32.
+        values, tokens: `[B, K]`, the largest scores in descending order, and their indices.
+        uniforms: `[B]` float64.
+        unit: of the weights that are cumulated as integers.
+
+    Returns:
+        `[B]` token ids; -1 where the nucleus may have more than K tokens, -2 where the largest score is not finite.
+    """
+    (count, vocabulary), width = scores.shape, values.shape[-1]
+    parts = triton.cdiv(vocabulary, SCORES)
+    sums = torch.empty(count, parts, dtype=torch.float64, device=scores.device)
+    found = torch.empty(count, dtype=torch.long, device=scores.device)
+    with on_device_of(scores):
+        _sum_weights[(count, parts)](scores, scores.stride(0), values, width, sums, vocabulary, BLOCK=SCORES)
+        _draw_from_nucleus[(count,)](
+            *(values, tokens, sums, uniforms, uniforms.stride(0), found, width, parts),
+            TOP_P=top_p,  # numbers that are not constants are float32
+            UNIT=float(unit),
+            IS_ALL=width == vocabulary,
+            WIDTH=triton.next_power_of_2(width),
+            PARTS=triton.next_power_of_2(parts),
+        )
     return found
 
 
@@ -339,3 +373,37 @@ def _normalize(STATES, WEIGHT, FOUND, width, eps, BLOCK: tl.constexpr):
     weight = tl.load(WEIGHT + at, mask=exists, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(states * states, 0) / width + eps)
     tl.store(FOUND + row * width + at, (states * scale * weight).to(FOUND.dtype.element_ty), mask=exists)
+
+
+@jit
+def _sum_weights(SCORES, score_of_row, VALUES, width, SUMS, vocabulary, BLOCK: tl.constexpr):
+    """A part of one row: the sum of `exp(score - largest)`."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    scores = tl.load(SCORES + tl.cast(row, tl.int64) * score_of_row + at, mask=at < vocabulary, other=float("-inf"))
+    weights = tl.exp(scores - tl.load(VALUES + row * width))
+    tl.store(SUMS + row * tl.num_programs(1) + part, tl.sum(weights.to(tl.float64), 0))
+
+
+@jit
+def _draw_from_nucleus(
+    VALUES, TOKENS, SUMS, UNIFORMS, uniform_of_row, FOUND, width, parts,
+    TOP_P: tl.constexpr, UNIT: tl.constexpr, IS_ALL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row: the first token whose cumulated weight is above the threshold, among those before which less than `top_p` lies."""
+    row, at, part = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, PARTS)
+    exists = at < width
+    best = tl.load(VALUES + row * width)
+    values = tl.load(VALUES + row * width + at, mask=exists, other=float("-inf"))
+    weights = (tl.exp(values - best).to(tl.float64) * UNIT).to(tl.int64)
+    total = tl.sum(tl.load(SUMS + row * parts + part, mask=part < parts, other=0.0), 0) * UNIT
+    cumulated = tl.cumsum(weights, 0)
+    inside = exists & (((cumulated - weights).to(tl.float64) < tl.full([], TOP_P, tl.float64) * total) | (at == 0))
+    mass = tl.max(tl.where(inside, cumulated, 0), 0)
+    drawn = (tl.load(UNIFORMS + row * uniform_of_row) * mass.to(tl.float64)).to(tl.int64)
+    place = tl.sum((inside & (cumulated <= tl.minimum(drawn, mass - 1))).to(tl.int32), 0)
+    token = tl.load(TOKENS + row * width + tl.minimum(place, width - 1))
+    if not IS_ALL:
+        token = tl.where(tl.sum((inside & (at == width - 1)).to(tl.int32), 0) > 0, -1, token)
+    token = tl.where((best == best) & (tl.abs(best) != float("inf")), token, -2)
+    tl.store(FOUND + row, token)
