@@ -31,6 +31,7 @@ PARTS = 64  # of the columns, at most
 GATES = 1024  # of one row, and
 HEADS = 16  # of one token, that a block of threads computes
 SCORES = 4096  # of one row that are summed together
+MOST_TOKENS = 4096  # of a nucleus
 LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
 
 
@@ -43,6 +44,11 @@ def fits(states: Tensor) -> bool:
 def takes(states: Tensor) -> bool:
     """Whether there are kernels for states of this device and type."""
     return states.dtype in (torch.bfloat16, torch.float16) and is_usable(states)
+
+
+def draws(scores: Tensor, width: int) -> bool:
+    """Whether `nucleus_token` takes scores of this device and type, and so many of the best ones."""
+    return scores.dtype == torch.float32 and width <= MOST_TOKENS and is_usable(scores)
 
 
 def is_usable(tensor: Tensor) -> bool:

@@ -65,7 +65,7 @@ def draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Te
     if sampling.temperature == 0:
         return scores.argmax(-1)
     scores = scores if sampling.temperature == 1 else scores / sampling.temperature
-    if sampling.top_k == 0 and sampling.top_p < 1 and kernels.is_usable(scores):
+    if sampling.top_k == 0 and sampling.top_p < 1 and kernels.draws(scores, width):
         best = scores.topk(min(width, scores.shape[-1]))
         return kernels.nucleus_token(scores, *best, uniforms, sampling.top_p, UNIT)
     weights, tokens, complete, finite = candidates(scores, sampling, max(width, sampling.top_k + 1))
