@@ -151,7 +151,9 @@ def test_rotation_of_many_tokens(shape, shared, device, dtype):
     found, back = kernels.rotate(states, cos, sin, turned), kernels.rotate(gradient, cos, sin, turned, back=True)
     assert_close(found, expected)
     assert_close(back, expected_gradient)
-    assert torch.equal(found[:, :, turned:], states[:, :, turned:]) and torch.equal(back[:, :, turned:], gradient[:, :, turned:])
+    assert torch.equal(found[:, :, turned:], states[:, :, turned:]) and torch.equal(
+        back[:, :, turned:], gradient[:, :, turned:]
+    )
 
 
 @pytest.mark.parametrize(("device", "dtype"), WHERE)

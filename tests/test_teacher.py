@@ -338,8 +338,9 @@ def test_the_states_of_views_are_put_in_their_places_without_waits(monkeypatch):
 
 def test_a_prompt_is_tokenized_once(monkeypatch):
     teacher, members = moved_teacher(share_prefixes=False), [rollout([20, 21]), rollout([22], number=1)]
-    encode, encoded = teacher.encoder.encode, []
-    monkeypatch.setattr(teacher.encoder, "encode", lambda messages: encoded.append(messages) or encode(messages))
+    encode, encoded = PromptEncoder(teacher.encoder.tokenizer).encode, []
+    encode_pieces = teacher.encoder.encode_pieces
+    monkeypatch.setattr(teacher.encoder, "encode_pieces", lambda prompts: encoded.extend(prompts) or encode_pieces(prompts))
     for member in members:
         expected = encode(teacher_messages(teacher.task, member.example, member.feedback, 1))
         assert teacher.prompt_ids(member, 1) == expected
@@ -355,6 +356,22 @@ def test_a_prompt_is_tokenized_once(monkeypatch):
     assert teacher.prompt_ids(members[0], "none") == encode(student_messages(teacher.task, members[0].example))
     with pytest.raises(ValueError, match="2 fields"):
         teacher.prompt_ids(members[0], 2)
+
+
+def test_prompts_are_tokenized_together(monkeypatch):
+    teacher, members = moved_teacher(share_prefixes=False), [rollout([20, 21]), rollout([22], number=1)]
+    calls, encode_pieces = [], teacher.encoder.encode_pieces
+    monkeypatch.setattr(teacher.encoder, "encode_pieces", lambda prompts: calls.append(len(prompts)) or encode_pieces(prompts))
+    for member in members:
+        teacher.render(member, ["full", 0, "full"])
+    assert calls == []
+    teacher.states(members, ["full", 0])
+    teacher.render(members[0], ["full", 1])
+    for member in members:
+        for view in ("full", 0, 1):
+            messages = teacher_messages(teacher.task, member.example, member.feedback, view)
+            assert teacher.prompt_ids(member, view) == PromptEncoder(teacher.encoder.tokenizer).encode(messages)
+    assert [count for count in calls if count] == [4, 1, 1]
 
 
 def test_the_teacher_does_not_keep_rollouts():

@@ -106,13 +106,27 @@ class PromptEncoder:
         Raises:
             TaskFault: the chat template raises, takes too long, or drops a message.
         """
-        if not any(self.control_token.search(message["content"]) for message in messages):
-            return self._encode_pieces([self.render(messages)])
-        return self._encode_pieces(self._cut(self._segments(messages)))
+        return self.encode_pieces([self.pieces(messages)])[0]
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text on its own, its special tokens neutralised."""
-        return self._encode_pieces(self._cut([(True, text)]))
+        return self.encode_pieces([self._cut([(True, text)])])[0]
+
+    def pieces(self, messages: list[Message]) -> list[str]:
+        """The texts that `encode` tokenizes, each on its own: one, unless a message spells out a special token.
+
+        Raises:
+            TaskFault: as `encode`.
+        """
+        if not any(self.control_token.search(message["content"]) for message in messages):
+            return [self.render(messages)]
+        return self._cut(self._segments(messages))
+
+    def encode_pieces(self, prompts: Sequence[list[str]]) -> list[list[int]]:
+        """Token ids of prompts, given as their `pieces`. A tokenizer uses several threads for several texts."""
+        texts = [well_formed(piece) for pieces in prompts for piece in pieces]
+        ids = iter(self.tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
+        return [[token for _ in pieces for token in next(ids)] for pieces in prompts]
 
     def decode(self, token_ids: list[int]) -> str:
         """A response's text, without special tokens."""
@@ -125,10 +139,6 @@ class PromptEncoder:
             TaskFault: the chat template raises or takes too long.
         """
         return render(self.tokenizer, messages, open_answer=True)
-
-    def _encode_pieces(self, pieces: Sequence[str]) -> list[int]:
-        ids = self.tokenizer([well_formed(piece) for piece in pieces], add_special_tokens=False).input_ids
-        return [token for of_piece in ids for token in of_piece]
 
     def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.

@@ -182,33 +182,35 @@ def select_rollouts(
         else None
         for rollout, reason in zip(rollouts, reasons, strict=True)
     ]
+    judged: list[tuple[Rollout, str | None]] = []
     for rollout, reason, call in zip(rollouts, reasons, begun, strict=True):
-        naive = 0
-        if reason == "":
-            selection.rollouts.append(rollout)
-            continue
         if reason is None and objective.needs_teacher(rollout):
-            uid = rollout.example.uid
             try:
                 rollout, cut = add_feedback(rollout, teacher, budget.feedback, call)
-                fits = teacher.view_tokens(rollout, "full") <= budget.context
-                naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout)) if fits else 0
+                teacher.render(rollout, ["full", *objective.views(rollout)])
             except TaskFault as fault:
                 logger.warning("%s; the response is left out of training", fault)
                 reason = "failed_feedback"
             else:
                 if cut:
+                    uid = rollout.example.uid
                     selection.metrics.total(cut_feedback_fields=len(cut))
                     logger.warning("%s: feedback over %d tokens; cut: %s", uid, budget.feedback, ", ".join(cut))
-                if not fits:
-                    logger.warning("%s left out: its teacher view is longer than max_context_tokens", uid)
-                    reason = "skipped_over_budget"
+        judged.append((rollout, reason))
+    for rollout, reason in judged:
+        naive = 0
+        if reason is None and objective.needs_teacher(rollout):
+            if teacher.view_tokens(rollout, "full") <= budget.context:
+                naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout))
+            else:
+                logger.warning("%s left out: its teacher view is longer than max_context_tokens", rollout.example.uid)
+                reason = "skipped_over_budget"
         selection.rollouts.append(rollout)
-        if reason is not None:
+        if reason:
             selection.metrics.total(**{reason: 1})
-            continue
-        selection.trained.append(rollout)
-        selection.metrics.total(naive_teacher_tokens=naive)
+        elif reason is None:
+            selection.trained.append(rollout)
+            selection.metrics.total(naive_teacher_tokens=naive)
     return selection
 
 

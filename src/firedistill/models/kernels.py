@@ -1,9 +1,9 @@
 """Triton kernels of decoder layers and of the draw of a token, for GPUs.
 
-With one token per sequence, when sampling: attention, which reads keys and values in parts, side by side, and only the parts that hold a
-visible one; rotation with the write to the cache; norms. In training, forward and backward: rotation, and the product of the gates,
-which sampling uses as well. All compute in float32 and round once, except that attention rounds the weights of the values to their type.
-`docs/performance-gpu.md` has measurements.
+With one token per sequence, when sampling: attention, which reads keys and values in parts, side by side, and only the parts that
+hold a visible one; rotation with the write to the cache; norms. In training, forward and backward: rotation, and the product of the
+gates, which sampling uses as well. They compute in float32 and round once, except that attention rounds the weights of the values to
+their type. `docs/performance-gpu.md` has measurements.
 """
 
 from __future__ import annotations

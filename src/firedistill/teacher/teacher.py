@@ -15,7 +15,7 @@ from firedistill.memory import TOKENS_PER_FORWARD, BatchLimit, scoring_limit
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates, score_responses, unwrap
 from firedistill.ops import Head
-from firedistill.prompts import PromptEncoder, View, field_groups, teacher_messages
+from firedistill.prompts import Message, PromptEncoder, View, field_groups, teacher_messages
 from firedistill.rollout import Rollout
 from firedistill.tasks import Example, Task
 from firedistill.tasks.types import FeedbackField
@@ -81,6 +81,7 @@ class Teacher:
         self.share_prefixes = shares_prefixes(share_prefixes, model, self.device)
         self.metrics = Metrics()
         self.prompts: WeakKeyDictionary[Rollout, dict[View, list[int]]] = WeakKeyDictionary()
+        self.rendered: list[tuple[dict[View, list[int]], View, list[str]]] = []  # prompts that are not tokenized yet
         self.caches: dict[Rollout, Prefix] = {}
 
     # ---- Weights -------------------------------------------------------------------------------------------------------------------
@@ -106,8 +107,32 @@ class Teacher:
         """Token ids of the prompt of a view; tokenized once per rollout."""
         prompts = self.prompts.setdefault(rollout, {})
         if view not in prompts:
-            prompts[view] = self.encode(rollout.example, rollout.feedback, view)
+            self._tokenize()
+        if view not in prompts:
+            self.render(rollout, [view])
+            self._tokenize()
         return prompts[view]
+
+    def render(self, rollout: Rollout, views: Sequence[View]) -> None:
+        """Make the prompts of these views, which are tokenized together when `prompt_ids` needs one.
+
+        Raises:
+            TaskFault: as `encode`.
+        """
+        prompts = self.prompts.setdefault(rollout, {})
+        for view in dict.fromkeys(views):
+            if view not in prompts:
+                messages = self.messages(rollout.example, rollout.feedback, view)
+                self.rendered.append((prompts, view, self.encoder.pieces(messages)))
+
+    def _tokenize(self) -> None:
+        found = self.encoder.encode_pieces([pieces for _, _, pieces in self.rendered])
+        for (prompts, view, _), ids in zip(self.rendered, found, strict=True):
+            prompts[view] = ids
+        self.rendered.clear()
+
+    def messages(self, example: Example, feedback: Sequence[FeedbackField], view: View) -> list[Message]:
+        return teacher_messages(self.task, example, feedback, view if self.feedback else "none")
 
     def encode(self, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[int]:
         """Token ids of the prompt about an example under a view.
@@ -115,7 +140,7 @@ class Teacher:
         Raises:
             TaskFault: the prompt cannot be built.
         """
-        return self.encoder.encode(teacher_messages(self.task, example, feedback, view if self.feedback else "none"))
+        return self.encoder.encode(self.messages(example, feedback, view))
 
     def view_tokens(self, rollout: Rollout, view: View) -> int:
         """Tokens of prompt and response under a view."""
