@@ -121,7 +121,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def modules_within(model: nn.Module, whole: type[nn.Module] | None = None) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def modules_within(model: nn.Module, whole: type | None = None) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every module inside `model`, with its parent and its name there. A module that several parents have occurs as often.
 
     A model with an adapter has thousands, which a step visits several times; `nn.Module.modules` also builds the path of each.

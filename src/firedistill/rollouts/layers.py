@@ -1,7 +1,7 @@
 """Decoder layers in fewer operations than their modules in `transformers` start.
 
-A layer that reads one token per sequence is a chain of small operations. On an H200, the smallest of them takes 1.3 µs in a CUDA
-graph, and the products of a layer 40 µs (batch 8, shapes of Qwen2.5 1.5B, `docs/performance/h200/candidates/one-token.json`).
+A layer that reads one token per sequence is a chain of small operations. On an H200, the smallest of them takes 1.2 µs, and the
+products of a layer 39 µs (batch 8, shapes of Qwen2.5 1.5B, `docs/performance/h200/candidates/decoding-kernels.txt`).
 """
 
 from __future__ import annotations

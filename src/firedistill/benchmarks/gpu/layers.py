@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.kernels import captured
 from firedistill.benchmarks.gpu.sizes import Setting, Shape, Work
-from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
+from firedistill.benchmarks.gpu.timing import Variant, repeated, row_of, timed
 from firedistill.models import kernels
 from firedistill.models.attention import grouped_attention
 from firedistill.rollouts.fixed import FixedLayer
@@ -65,12 +65,10 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
     """By name; the first of each kind is the one to compare with."""
     scale = x.keys.shape[-1] ** -0.5
     compiled = {f: torch.compile(f, backend=setting.sizes.compiler, dynamic=False) for f in (by_products, silu_product)}
+    # Attention comes first: the rotation writes to the cache that it reads.
     found: dict[str, Callable[[LayerInputs], Tensor]] = {
         "attention, PyTorch": lambda x: grouped_attention(x.query, x.keys, x.values, x.added, scale),
         "attention, torch.compile": lambda x: compiled[by_products](x.query, x.keys, x.values, x.added, scale),
-        "rotation, PyTorch": rotate,
-        "gates, PyTorch": lambda x: silu_product(x.gates),
-        "gates, torch.compile": lambda x: compiled[silu_product](x.gates),
     }
     if setting.is_gpu and torch.backends.cudnn.is_available():
 
@@ -79,9 +77,16 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
                 return grouped_attention(x.query, x.keys, x.values, x.added, scale)
 
         found["attention, cuDNN"] = by_cudnn
-    if kernels.fits(x.keys):
+    has_kernels = kernels.fits(x.keys)
+    if has_kernels:
+        found["attention, kernel"] = lambda x: kernels.one_query_attention(x.query, x.keys, x.values, x.visible, scale)
+    found |= {
+        "rotation, PyTorch": rotate,
+        "gates, PyTorch": lambda x: silu_product(x.gates),
+        "gates, torch.compile": lambda x: compiled[silu_product](x.gates),
+    }
+    if has_kernels:
         found |= {
-            "attention, kernel": lambda x: kernels.one_query_attention(x.query, x.keys, x.values, x.visible, scale),
             "rotation, kernel": lambda x: kernels.rotate_and_store(x.projected, x.cos, x.sin, x.keys, x.values, x.column),
             "gates, kernel": lambda x: kernels.silu_product(x.gates),
         }
@@ -90,7 +95,7 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
 
 @torch.no_grad()
 def one_token_layers(setting: Setting) -> Iterator[harness.Row]:
-    """Seconds of one layer, from a graph of all layers of a model. Each has its own tensors: caches do not fit into the device's."""
+    """Seconds of one layer, from a graph of many. The layers of a model have their own tensors: caches do not fit into the device's."""
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     read = sizes.prompt + sizes.response
     for batch, columns in [*((batch, read) for batch in sizes.batches), (sizes.batches[1], sizes.long_prompt + sizes.response)]:
@@ -105,12 +110,12 @@ def one_token_layers(setting: Setting) -> Iterator[harness.Row]:
                 yield row_of({"batch": batch, "columns": columns}, name, details={"error": reason})
                 continue
             difference = (found - expected.setdefault(name.partition(",")[0], found)).abs().max()
-            run: Callable[[], Any] = partial(in_turn, operation, layers)
+            run: Callable[[], Any] = partial(repeated, partial(in_turn, operation, layers), sizes.turns)
             run = captured(run).replay if setting.is_gpu else run
             variants[name] = Variant(run, cache if name.startswith("attention") else None, {"difference": float(difference)})
         for row in timed({"batch": batch, "columns": columns}, variants, sizes.repeats):
             for clock in ("seconds", "processor_seconds"):
-                row[clock] = {name: value / len(layers) for name, value in row[clock].items()}
+                row[clock] = {name: value / (sizes.turns * len(layers)) for name, value in row[clock].items()}
             yield row
 
 
