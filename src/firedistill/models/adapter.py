@@ -262,9 +262,10 @@ class _LowRank(torch.autograd.Function):
         found = rows.new_empty(len(rows), sum(map(len, stack.second)))
         parts = zip(_split(found, stack.second, 1), _split(low, ctx.first, 1), stack.second, biases, strict=True)
         for part, of_low, second, bias in parts:
-            # With beta 0, the values of the first argument are not read.
-            start, beta = (second.t()[:1], 0) if bias is None else (bias, 1)
-            torch.addmm(start, of_low, second.t(), beta=beta, alpha=ctx.scale, out=part)
+            if bias is None:
+                part.addmm_(of_low, second.t(), beta=0, alpha=ctx.scale)
+            else:
+                torch.addmm(bias, of_low, second.t(), alpha=ctx.scale, out=part)
         return found
 
     @staticmethod
