@@ -139,7 +139,7 @@ def test_rotation_of_many_tokens(shape, shared, device, dtype):
     """Forward and backward; the heads behind the first ones stay as they are."""
     count, length, heads, size, turned = shape
     states, gradient = (random(count, length, heads + 2, size, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
-    states, gradient = states[:, :, :heads], gradient[:, :, 2:]  # parts of projections
+    states, gradient = states[:, :, :heads], gradient[:, :, 2:].transpose(1, 2).contiguous().transpose(1, 2)  # as in training
     cos, sin = (random(1 if shared else count, length, size, device=device, dtype=dtype, seed=seed) for seed in (2, 3))
 
     def rotated(x):
@@ -178,7 +178,7 @@ def test_layers_train_alike_with_kernels(family, monkeypatch):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
     for with_kernels in (False, True):
-        for name in ("fits", "takes"):
+        for name in ("takes_heads", "takes_states"):
             monkeypatch.setattr(kernels, name, lambda states, answer=with_kernels: answer)
         torch.manual_seed(0)
         trunk = share_products(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family])).base_model)
@@ -195,9 +195,10 @@ def test_layers_train_alike_with_kernels(family, monkeypatch):
     "device",
     [pytest.param("cpu", marks=WITHOUT_GPU, id="interpreter"), pytest.param("cuda", marks=pytest.mark.gpu)],
 )
+@pytest.mark.parametrize("width", [128, 1024, 2048])
 @pytest.mark.parametrize("vocabulary", [7, 300, 10_000])
 @pytest.mark.parametrize("deviation", [0.3, 3.0, 30.0])
-def test_draw(vocabulary, deviation, device, monkeypatch):
+def test_draw(vocabulary, deviation, width, device, monkeypatch):
     """The tokens of PyTorch's operators: of wide and of narrow nuclei, and where the best tokens are too few."""
     rows, sampling = 64, Sampling(0.8, 0.9, 1)
     scores = random(rows, vocabulary, device=device) * deviation
@@ -208,23 +209,23 @@ def test_draw(vocabulary, deviation, device, monkeypatch):
     found = []
     for with_kernels in (False, True):
         monkeypatch.setattr(kernels, "is_usable", lambda tensor, answer=with_kernels: answer)
-        found.append(draw(scores, sampling, uniforms, 128))
+        found.append(draw(scores, sampling, uniforms, width))
     assert torch.equal(*found)
     assert (found[0] == NOT_FINITE).nonzero().flatten().tolist() == [6, 7, 8]
-    assert (found[0] == TOO_FEW).any() == (vocabulary > 128)
-    assert (found[0] >= 0).any() == (vocabulary == 7 or deviation > 1)
+    assert (found[0] == TOO_FEW).any() == (vocabulary > width), "of equal scores, all candidates are in the nucleus"
+    assert (found[0] >= 0).any() == (vocabulary <= width or deviation > 1)
 
 
 def test_kernels_are_for_gpus_and_half_precision():
     states = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    assert not kernels.fits(states)
+    assert not kernels.takes_heads(states)
     if torch.cuda.is_available():
-        assert [kernels.fits(states.cuda().to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
+        assert [kernels.takes_heads(states.cuda().to(dtype)) for dtype in (torch.bfloat16, torch.float16, torch.float32)] == [
             True,
             True,
             False,
         ]
-        assert not kernels.fits(states.cuda()[..., :48]) and not kernels.fits(states.cuda()[..., :8])
+        assert not kernels.takes_heads(states.cuda()[..., :48]) and not kernels.takes_heads(states.cuda()[..., :8])
 
 
 def test_states_without_memory_are_left_to_pytorch(monkeypatch):
@@ -232,7 +233,7 @@ def test_states_without_memory_are_left_to_pytorch(monkeypatch):
     monkeypatch.setattr(kernels, "compiles", lambda device: True)
     with FakeTensorMode():
         states = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16, device="cuda")
-        assert states.is_cuda and not (kernels.is_usable(states) or kernels.takes(states) or kernels.fits(states))
+        assert states.is_cuda and not (kernels.is_usable(states) or kernels.takes_states(states) or kernels.takes_heads(states))
 
 
 def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
@@ -249,7 +250,9 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
     with caplog.at_level("WARNING"):
         assert [kernels.compiles(torch.device("cuda", index)) for index in (0, 0)] == [False, False]
     (record,) = caplog.records
-    assert record.getMessage() == ("layers run without Triton kernels: Failed to find C compiler. Please specify via CC")
+    assert record.getMessage() == (
+        "PyTorch's kernels are used instead of those of Triton: Failed to find C compiler. Please specify via CC"
+    )
     with monkeypatch.context() as context:
         context.setattr(kernels, "silu_product", out_of_memory)
         for _ in range(2):  # nothing is concluded from it
@@ -277,12 +280,12 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     expected = engine.generate(PROMPTS[:3], sampling, seed=3)
     assert not used
 
-    def fits(states):
+    def large_enough(states):
         return states.shape[-1] >= 8
 
     for module in (kernels, fixed):
-        monkeypatch.setattr(module, "fits", fits)
-    monkeypatch.setattr(kernels, "takes", lambda states: True)
+        monkeypatch.setattr(module, "takes_heads", large_enough)
+    monkeypatch.setattr(kernels, "takes_states", lambda states: True)
     assert engine.generate(PROMPTS[:3], sampling, seed=3) == expected
     # A window takes keys from a cache that the kernels do not write to.
     of_a_layer = {"silu_product", "normalized"} if fuse else set()
@@ -307,7 +310,7 @@ def test_other_attention_is_left_to_pytorch(change, monkeypatch):
     tensors = query, key, key, torch.ones(1, 1, 1, 8, dtype=torch.bool)
     with torch.no_grad():
         assert not attention.has_kernel(*tensors), "on a CPU"
-    monkeypatch.setattr(kernels, "fits", lambda states: True)
+    monkeypatch.setattr(kernels, "takes_heads", lambda states: True)
     assert not attention.has_kernel(*tensors)
     with torch.no_grad():
         assert attention.has_kernel(*tensors) and not attention.has_kernel(*change(*tensors))
@@ -316,10 +319,10 @@ def test_other_attention_is_left_to_pytorch(change, monkeypatch):
 def states_of(model, with_kernels, monkeypatch):
     """Logits of some steps of decoding that read given tokens, `[steps, B, V]`."""
     with monkeypatch.context() as context, torch.no_grad():
-        for module in (kernels, fixed):
-            if not with_kernels:
-                context.setattr(module, "fits", lambda states: False)
-                context.setattr(kernels, "takes", lambda states: False)
+        if not with_kernels:
+            for module in (kernels, fixed):
+                context.setattr(module, "takes_heads", lambda states: False)
+            context.setattr(kernels, "takes_states", lambda states: False)
         engine = HFRolloutEngine(model, byte_tokenizer(), merge_adapter=True, fixed=True, fuse_layers=True)
         engine.stop_ids.clear()
         with merged_adapter(model, engine.copies, fuse_layers=True):

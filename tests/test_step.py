@@ -21,7 +21,7 @@ from firedistill.step import (
     select_rollouts,
     step_seed,
 )
-from firedistill.tasks.guard import GuardedTask
+from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.teacher import Teacher
 from firedistill.trainer import TrainingOrder
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -88,6 +88,32 @@ def test_each_reason_to_leave_a_rollout_out_is_counted(left_out, reason, options
         "skipped_over_budget": "longer than max_context",
     }
     assert told.get(reason, "") in caplog.text and (reason in told) == (left_out.example.uid in caplog.text)
+
+
+@pytest.mark.parametrize("words", [1, 400])
+def test_a_fault_in_a_view_without_a_field(words, teacher, monkeypatch, caplog):
+    """It leaves the response out, unless the full view is over the budget already."""
+    messages = teacher.messages
+
+    def without_a_field(example, feedback, view):
+        if view == 1 and example.uid == "toy/train/1":
+            raise TaskFault("no view 1")
+        return messages(example, feedback, view)
+
+    monkeypatch.setattr(teacher, "messages", without_a_field)
+    selection = selected([rollout(1, words=words), rollout(2)], teacher)
+    assert [r.example.uid for r in selection.trained] == ["toy/train/2"] and len(selection.rollouts[0].feedback) == 2
+    reason = "failed_feedback" if words == 1 else "skipped_over_budget"
+    assert selection.metrics.row()[reason] == 1 and ("no view 1" in caplog.text) == (words == 1)
+
+
+def test_prompts_of_a_step_are_tokenized_in_two_calls(monkeypatch):
+    teacher, calls = Teacher(random_model(), GuardedTask(PickyTask()), PromptEncoder(byte_tokenizer())), []
+    encode_pieces = teacher.encoder.encode_pieces
+    monkeypatch.setattr(teacher.encoder, "encode_text", lambda text: [0])
+    monkeypatch.setattr(teacher.encoder, "encode_pieces", lambda prompts: calls.append(len(prompts)) or encode_pieces(prompts))
+    selection = selected([rollout(1), rollout(2, correct=True), rollout(3)], teacher)
+    assert len(selection.trained) == 3 and calls == [2, 2 * 2], "the full views of wrong responses, then those without a field"
 
 
 def test_unfinished_responses_train_unless_they_are_dropped(teacher):

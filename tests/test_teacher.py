@@ -371,7 +371,26 @@ def test_prompts_are_tokenized_together(monkeypatch):
         for view in ("full", 0, 1):
             messages = teacher_messages(teacher.task, member.example, member.feedback, view)
             assert teacher.prompt_ids(member, view) == PromptEncoder(teacher.encoder.tokenizer).encode(messages)
-    assert [count for count in calls if count] == [4, 1, 1]
+    assert calls == [4, 1, 1]
+
+
+def test_a_prompt_that_cannot_be_tokenized_does_not_stop_others(monkeypatch):
+    teacher, members = moved_teacher(share_prefixes=False), [rollout([20, 21]), rollout([22], number=1)]
+    encode_pieces = teacher.encoder.encode_pieces
+    with monkeypatch.context() as patched:
+        patched.setattr(teacher.encoder, "encode_pieces", lambda prompts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            teacher.prompt_ids(members[0], "full")
+    calls = []
+    monkeypatch.setattr(teacher.encoder, "encode_pieces", lambda prompts: calls.append(len(prompts)) or encode_pieces(prompts))
+    assert teacher.prompt_ids(members[1], "full") and calls == [1]
+
+
+def test_views_are_rendered_all_or_none(monkeypatch):
+    teacher, member = moved_teacher(share_prefixes=False), rollout([20, 21])
+    with pytest.raises(ValueError, match="2 fields"):
+        teacher.render(member, ["full", 0, 2])
+    assert teacher.rendered == {}
 
 
 def test_the_teacher_does_not_keep_rollouts():

@@ -123,7 +123,7 @@ class PromptEncoder:
         return self._cut(self._segments(messages))
 
     def encode_pieces(self, prompts: Sequence[list[str]]) -> list[list[int]]:
-        """Token ids of prompts, given as their `pieces`. A tokenizer uses several threads for several texts."""
+        """Token ids of prompts, given as their `pieces`. Fast tokenizers use several threads for several texts."""
         texts = [well_formed(piece) for pieces in prompts for piece in pieces]
         ids = iter(self.tokenizer(texts, add_special_tokens=False).input_ids if texts else [])
         return [[token for _ in pieces for token in next(ids)] for pieces in prompts]

@@ -174,7 +174,7 @@ def select_rollouts(
     Args:
         drop_unfinished: also leave out responses without end-of-sequence or without a well-formed answer line.
     """
-    selection = Selection()
+    selection, rollouts = Selection(), list(rollouts)
     reasons = [reason_to_leave_out(rollout, objective, drop_unfinished) for rollout in rollouts]
     begun = [  # all of them, before the first one is waited for
         begin_feedback(rollout, teacher.task)
@@ -182,36 +182,45 @@ def select_rollouts(
         else None
         for rollout, reason in zip(rollouts, reasons, strict=True)
     ]
-    judged: list[tuple[Rollout, str | None]] = []
-    for rollout, reason, call in zip(rollouts, reasons, begun, strict=True):
-        if reason is None and objective.needs_teacher(rollout):
+    # Prompts are tokenized together: all full views, then the other views of those that fit.
+    for i, call in enumerate(begun):
+        if reasons[i] is None and objective.needs_teacher(rollouts[i]):
             try:
-                rollout, cut = add_feedback(rollout, teacher, budget.feedback, call)
-                teacher.render(rollout, ["full", *objective.views(rollout)])
+                rollouts[i], cut = add_feedback(rollouts[i], teacher, budget.feedback, call)
+                teacher.render(rollouts[i], ["full"])
             except TaskFault as fault:
-                logger.warning("%s; the response is left out of training", fault)
-                reason = "failed_feedback"
+                reasons[i] = failed_feedback(fault)
             else:
                 if cut:
-                    uid = rollout.example.uid
+                    uid = rollouts[i].example.uid
                     selection.metrics.total(cut_feedback_fields=len(cut))
                     logger.warning("%s: feedback over %d tokens; cut: %s", uid, budget.feedback, ", ".join(cut))
-        judged.append((rollout, reason))
-    for rollout, reason in judged:
-        naive = 0
-        if reason is None and objective.needs_teacher(rollout):
-            if teacher.view_tokens(rollout, "full") <= budget.context:
-                naive = sum(teacher.view_tokens(rollout, view) for view in objective.views(rollout))
-            else:
+    for i, rollout in enumerate(rollouts):
+        if reasons[i] is None and objective.needs_teacher(rollout):
+            if teacher.view_tokens(rollout, "full") > budget.context:
                 logger.warning("%s left out: its teacher view is longer than max_context_tokens", rollout.example.uid)
-                reason = "skipped_over_budget"
+                reasons[i] = "skipped_over_budget"
+                continue
+            try:
+                teacher.render(rollout, objective.views(rollout))
+            except TaskFault as fault:
+                reasons[i] = failed_feedback(fault)
+    for rollout, reason in zip(rollouts, reasons, strict=True):
         selection.rollouts.append(rollout)
-        if reason:
-            selection.metrics.total(**{reason: 1})
-        elif reason is None:
+        if reason is None:
+            views = objective.views(rollout) if objective.needs_teacher(rollout) else []
+            naive = sum(teacher.view_tokens(rollout, view) for view in views)
             selection.trained.append(rollout)
             selection.metrics.total(naive_teacher_tokens=naive)
+        elif reason:
+            selection.metrics.total(**{reason: 1})
     return selection
+
+
+def failed_feedback(fault: TaskFault) -> str:
+    """Log why a response is left out; returns the metric that counts it."""
+    logger.warning("%s; the response is left out of training", fault)
+    return "failed_feedback"
 
 
 def reason_to_leave_out(rollout: Rollout, objective: Objective, drop_unfinished: bool) -> str | None:

@@ -100,7 +100,7 @@ def tiled_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def has_kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> bool:
     """Whether the kernel of `kernels.py` computes attention of one query per head, without gradients."""
     return (
-        kernels.fits(key)
+        kernels.takes_heads(key)
         and mask.dtype == torch.bool
         and not torch.is_grad_enabled()
         and query.dtype == key.dtype

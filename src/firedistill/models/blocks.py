@@ -119,7 +119,7 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = 
 
     PyTorch's operators round as `transformers` does; the kernel on GPUs rounds once.
     """
-    if kernels.fits(states):
+    if kernels.takes_heads(states):
         return kernels.rotate(states, cos, sin, turned, back)
     found = states.new_empty(states.shape)
     (part, rest), (of_part, of_rest) = (x.split((turned, x.shape[2] - turned), 2) for x in (states, found))
@@ -142,7 +142,7 @@ class SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gates: Tensor) -> Tensor:
         ctx.save_for_backward(gates)
-        if kernels.takes(gates):
+        if kernels.takes_states(gates):
             return kernels.silu_product(gates)
         gate, up = gates.chunk(2, -1)
         return F.silu(gate).mul_(up)
@@ -151,7 +151,7 @@ class SiluProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (gates,) = ctx.saved_tensors
-        if kernels.takes(gates):
+        if kernels.takes_states(gates):
             return kernels.silu_product_backward(gradient, gates)
         (gate, up), found = gates.chunk(2, -1), torch.empty_like(gates)
         of_gate, of_up = found.chunk(2, -1)

@@ -1,9 +1,12 @@
 """Triton kernels of decoder layers and of the draw of a token, for GPUs.
 
-With one token per sequence, when sampling: attention, which reads keys and values in parts, side by side, and only the parts that
-hold a visible one; rotation with the write to the cache; norms. In training, forward and backward: rotation, and the product of the
-gates, which sampling uses as well. They compute in float32 and round once, except that attention rounds the weights of the values to
-their type. `docs/performance-gpu.md` has measurements.
+- Attention of one query per head, which reads keys and values in parts, side by side, and only the parts that hold a visible one, and
+  rotation with the write to the cache: for sampling, which reads one token per sequence.
+- Rotation and the product of the gates, forward and backward, and root-mean-square norms, for any number of tokens.
+- The draw from a nucleus.
+
+They compute in float32 and round once, except that attention rounds the weights of the values to their type, and the draw cumulates
+integers. `docs/performance-gpu.md` has measurements.
 """
 
 from __future__ import annotations
@@ -28,27 +31,26 @@ logger = logging.getLogger(__name__)
 
 BLOCK = 64  # columns read at once
 PARTS = 64  # of the columns, at most
-GATES = 1024  # of one row, and
-HEADS = 16  # of one token, that a block of threads computes
-SCORES = 4096  # of one row that are summed together
-MOST_TOKENS = 4096  # of a nucleus
+# Of one row or token, computed by one block of threads
+GATES_PER_BLOCK, HEADS_PER_BLOCK, SCORES_PER_BLOCK = 1024, 16, 4096
+MOST_CANDIDATES = 4096  # of a draw
 LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
 
 
-def fits(states: Tensor) -> bool:
+def takes_heads(states: Tensor) -> bool:
     """Whether the kernels take heads `[..., size]` of this device, type and size."""
     size = states.shape[-1]
-    return takes(states) and 16 <= size <= 256 and size & (size - 1) == 0
+    return takes_states(states) and 16 <= size <= 256 and size & (size - 1) == 0
 
 
-def takes(states: Tensor) -> bool:
-    """Whether there are kernels for states of this device and type."""
+def takes_states(states: Tensor) -> bool:
+    """Whether the kernels take states of this device and type."""
     return states.dtype in (torch.bfloat16, torch.float16) and is_usable(states)
 
 
-def draws(scores: Tensor, width: int) -> bool:
-    """Whether `nucleus_token` takes scores of this device and type, and so many of the best ones."""
-    return scores.dtype == torch.float32 and width <= MOST_TOKENS and is_usable(scores)
+def takes_scores(scores: Tensor, width: int) -> bool:
+    """Whether `nucleus_token` takes scores of this device and type, and so many candidates."""
+    return scores.dtype == torch.float32 and width <= MOST_CANDIDATES and is_usable(scores)
 
 
 def is_usable(tensor: Tensor) -> bool:
@@ -70,7 +72,7 @@ def compiles(device: torch.device) -> bool:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        logger.warning("layers run without Triton kernels: %s", " ".join(str(error).split())[:200])
+        logger.warning("PyTorch's kernels are used instead of those of Triton: %s", " ".join(str(error).split())[:200])
         return False
     return True
 
@@ -144,16 +146,24 @@ def rotate_and_store(projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, 
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
-    """What `rotated` of `models/blocks.py` does to states `[B, T, heads, size]`, by angles `[B or 1, T, size]`."""
+    """Rotary embedding of the first heads (pairs of coordinates i and i + size / 2); the others are copied.
+
+    Args:
+        states: `[B, T, heads, size]`.
+        cos, sin: of the angles, `[B or 1, T, size]`.
+        turned: how many heads are turned.
+        back: turn them back, by the transposed matrix: what the backward pass does to a gradient.
+    """
     count, length, heads, size = states.shape
-    states = states if states.stride()[2:] == (size, 1) else states.contiguous()  # a part of the heads needs no copy
-    cos, sin, found = cos.expand(count, length, size), sin.expand(count, length, size), states.new_empty(states.shape)
+    states = states if states.stride(3) == 1 else states.contiguous()
+    cos, sin = (x.contiguous().expand(count, length, size) for x in (cos, sin))
+    found = states.new_empty(states.shape)
     with on_device_of(states):
-        _rotate[(count * length, triton.cdiv(heads, HEADS))](
-            *(states, *states.stride()[:2], cos, *cos.stride()[:2], sin, *sin.stride()[:2]),
+        _rotate[(count * length, triton.cdiv(heads, HEADS_PER_BLOCK))](
+            *(states, *states.stride()[:3], cos, *cos.stride()[:2], sin, *sin.stride()[:2]),
             *(found, length, heads, turned),
             BACK=back,
-            HEADS=HEADS,
+            BLOCK=HEADS_PER_BLOCK,
             HALF=size // 2,
         )
     return found
@@ -165,7 +175,9 @@ def silu_product(states: Tensor) -> Tensor:
     width = states.shape[-1] // 2
     found = states.new_empty(*states.shape[:-1], width)
     with on_device_of(states):
-        _silu_product[(found.numel() // width, triton.cdiv(width, GATES))](states, found, width, BLOCK=GATES)
+        _silu_product[(found.numel() // width, triton.cdiv(width, GATES_PER_BLOCK))](
+            states, found, width, BLOCK=GATES_PER_BLOCK
+        )
     return found
 
 
@@ -174,43 +186,49 @@ def silu_product_backward(gradient: Tensor, states: Tensor) -> Tensor:
     gradient, states = gradient.contiguous(), states.contiguous()
     width, found = gradient.shape[-1], torch.empty_like(states)
     with on_device_of(states):
-        _silu_product_backward[(gradient.numel() // width, triton.cdiv(width, GATES))](
-            gradient, states, found, width, BLOCK=GATES
+        _silu_product_backward[(gradient.numel() // width, triton.cdiv(width, GATES_PER_BLOCK))](
+            gradient, states, found, width, BLOCK=GATES_PER_BLOCK
         )
     return found
 
 
 def normalized(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm of `[..., H]`: states over the square root of (the mean of their squares + eps), times the weight."""
-    states = states.contiguous()
+    states, weight = states.contiguous(), weight.contiguous()
     width, found = states.shape[-1], torch.empty_like(states)
     with on_device_of(states):
         _normalize[(states.numel() // width,)](states, weight, found, width, eps, BLOCK=triton.next_power_of_2(width))
     return found
 
 
-def nucleus_token(scores: Tensor, values: Tensor, tokens: Tensor, uniforms: Tensor, top_p: float, unit: int) -> Tensor:
-    """What `draw` of `rollouts/sampling.py` returns for a nucleus, given the best tokens.
+def nucleus_token(
+    scores: Tensor, values: Tensor, tokens: Tensor, uniforms: Tensor, top_p: float, unit: int, codes: tuple[int, int]
+) -> Tensor:
+    """Draw a token of each row from its nucleus: the best tokens, up to the first one at which their mass reaches `top_p`.
 
     Args:
-        scores: `[B, V]` float32.
-        values, tokens: `[B, K]`, the largest scores in descending order, and their indices.
-        uniforms: `[B]` float64.
+        scores: `[B, V]` float32, divided by the temperature.
+        values, tokens: `[B, K]`, the K largest scores in descending order, and their indices.
+        uniforms: `[B]` float64 in [0, 1), which decide the draws.
         unit: of the weights that are cumulated as integers.
+        codes: what stands for a nucleus that may have more than K tokens, and for a largest score that is not finite.
 
     Returns:
-        `[B]` token ids; -1 where the nucleus may have more than K tokens, -2 where the largest score is not finite.
+        `[B]` token ids or codes.
     """
+    scores, values, tokens, uniforms = (x.contiguous() for x in (scores, values, tokens, uniforms))
     (count, vocabulary), width = scores.shape, values.shape[-1]
-    parts = triton.cdiv(vocabulary, SCORES)
+    parts = triton.cdiv(vocabulary, SCORES_PER_BLOCK)
     sums = torch.empty(count, parts, dtype=torch.float64, device=scores.device)
     found = torch.empty(count, dtype=torch.long, device=scores.device)
     with on_device_of(scores):
-        _sum_weights[(count, parts)](scores, scores.stride(0), values, width, sums, vocabulary, BLOCK=SCORES)
+        _sum_weights[(count, parts)](scores, values, width, sums, vocabulary, BLOCK=SCORES_PER_BLOCK)
         _draw_from_nucleus[(count,)](
-            *(values, tokens, sums, uniforms, uniforms.stride(0), found, width, parts),
+            *(values, tokens, sums, uniforms, found, width, parts),
             TOP_P=top_p,  # numbers that are not constants are float32
             UNIT=float(unit),
+            TOO_FEW=codes[0],
+            NOT_FINITE=codes[1],
             IS_ALL=width == vocabulary,
             WIDTH=triton.next_power_of_2(width),
             PARTS=triton.next_power_of_2(parts),
@@ -316,20 +334,20 @@ def _rotate_and_store(
 
 @jit
 def _rotate(
-    STATES, state_of_sequence, state_of_token,
+    STATES, state_of_sequence, state_of_token, state_of_head,
     COS, cos_of_sequence, cos_of_token,
     SIN, sin_of_sequence, sin_of_token,
     FOUND, length, heads, turned,
-    BACK: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    BACK: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token."""
     row = tl.cast(tl.program_id(0), tl.int64)
     sequence, token = row // length, row % length
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists, turns = (head < heads)[:, None], (head < turned)[:, None]
     first = tl.arange(0, HALF)[None, :]
     second = HALF + first
-    states = STATES + sequence * state_of_sequence + token * state_of_token + head[:, None] * 2 * HALF
+    states = STATES + sequence * state_of_sequence + token * state_of_token + head[:, None] * state_of_head
     x, y = tl.load(states + first, mask=exists, other=0.0), tl.load(states + second, mask=exists, other=0.0)
     cos = COS + sequence * cos_of_sequence + token * cos_of_token
     sin = SIN + sequence * sin_of_sequence + token * sin_of_token
@@ -382,19 +400,20 @@ def _normalize(STATES, WEIGHT, FOUND, width, eps, BLOCK: tl.constexpr):
 
 
 @jit
-def _sum_weights(SCORES, score_of_row, VALUES, width, SUMS, vocabulary, BLOCK: tl.constexpr):
+def _sum_weights(SCORES, VALUES, width, SUMS, vocabulary, BLOCK: tl.constexpr):
     """A part of one row: the sum of `exp(score - largest)`."""
     row, part = tl.program_id(0), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(SCORES + tl.cast(row, tl.int64) * score_of_row + at, mask=at < vocabulary, other=float("-inf"))
+    scores = tl.load(SCORES + tl.cast(row, tl.int64) * vocabulary + at, mask=at < vocabulary, other=float("-inf"))
     weights = tl.exp(scores - tl.load(VALUES + row * width))
     tl.store(SUMS + row * tl.num_programs(1) + part, tl.sum(weights.to(tl.float64), 0))
 
 
 @jit
 def _draw_from_nucleus(
-    VALUES, TOKENS, SUMS, UNIFORMS, uniform_of_row, FOUND, width, parts,
-    TOP_P: tl.constexpr, UNIT: tl.constexpr, IS_ALL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    VALUES, TOKENS, SUMS, UNIFORMS, FOUND, width, parts,
+    TOP_P: tl.constexpr, UNIT: tl.constexpr, TOO_FEW: tl.constexpr, NOT_FINITE: tl.constexpr,
+    IS_ALL: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """One row: the first token whose cumulated weight is above the threshold, among those before which less than `top_p` lies."""
     row, at, part = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, PARTS)
@@ -406,10 +425,10 @@ def _draw_from_nucleus(
     cumulated = tl.cumsum(weights, 0)
     inside = exists & (((cumulated - weights).to(tl.float64) < tl.full([], TOP_P, tl.float64) * total) | (at == 0))
     mass = tl.max(tl.where(inside, cumulated, 0), 0)
-    drawn = (tl.load(UNIFORMS + row * uniform_of_row) * mass.to(tl.float64)).to(tl.int64)
+    drawn = (tl.load(UNIFORMS + row) * mass.to(tl.float64)).to(tl.int64)
     place = tl.sum((inside & (cumulated <= tl.minimum(drawn, mass - 1))).to(tl.int32), 0)
     token = tl.load(TOKENS + row * width + tl.minimum(place, width - 1))
     if not IS_ALL:
-        token = tl.where(tl.sum((inside & (at == width - 1)).to(tl.int32), 0) > 0, -1, token)
-    token = tl.where((best == best) & (tl.abs(best) != float("inf")), token, -2)
+        token = tl.where(tl.sum((inside & (at == width - 1)).to(tl.int32), 0) > 0, TOO_FEW, token)
+    token = tl.where((best == best) & (tl.abs(best) != float("inf")), token, NOT_FINITE)
     tl.store(FOUND + row, token)

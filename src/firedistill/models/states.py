@@ -121,20 +121,20 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
-def modules_within(model: nn.Module, whole: type | None = None) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def modules_within(model: nn.Module, leaf: type | None = None) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every module inside `model`, with its parent and its name there. A module that several parents have occurs as often.
 
     A model with an adapter has thousands, which a step visits several times; `nn.Module.modules` also builds the path of each.
 
     Args:
-        whole: modules of this type are not entered.
+        leaf: modules of this type are not entered.
     """
     waiting, known = [model], {id(model)}
     for parent in waiting:
         for name, module in vars(parent)["_modules"].items():
             if module is not None:
                 yield parent, name, module
-                if id(module) not in known and not (whole is not None and isinstance(module, whole)):
+                if id(module) not in known and not (leaf is not None and isinstance(module, leaf)):
                     known.add(id(module))
                     waiting.append(module)
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, StaticLayer
 
 from firedistill.memory import is_out_of_memory
 from firedistill.models.attention import attends_by_position, own_attention
-from firedistill.models.kernels import fits
+from firedistill.models.kernels import takes_heads
 from firedistill.models.states import is_sharded
 from firedistill.rollout import Sampling
 from firedistill.rollouts.decoding import Prompts, next_logits
@@ -156,7 +156,9 @@ class Decoder:
         at = self.tensors
         at["visible"].index_fill_(3, at["column"], True)
         mask, keys = at["visible"][:rows, :, :, :window], self.layers[0].keys
-        if mask.is_cuda and not fits(keys):  # PyTorch's attention adds it to the scores, and would convert it in every layer
+        if mask.is_cuda and not takes_heads(
+            keys
+        ):  # PyTorch's attention adds it to the scores, and would convert it in every layer
             dtype = keys.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         ids = at["tokens"][:rows, None].clamp(min=0)

@@ -6,7 +6,7 @@ products of a layer 39 µs (batch 8, shapes of Qwen2.5 1.5B, `docs/performance/h
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class FusedLayer(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
             projected = torch.cat([self.query_norm(query), self.key_norm(key), value], 2)
-        if isinstance(cached, FixedLayer) and kernels.fits(cached.keys):  # one token per sequence
+        if isinstance(cached, FixedLayer) and kernels.takes_heads(cached.keys):  # one token per sequence
             query = kernels.rotate_and_store(projected, *position_embeddings, cached.keys, cached.values, cached.column)
             key, value = cached.keys, cached.values
         else:
@@ -78,8 +78,8 @@ class FusedLayer(nn.Module):
 
 def normalized(states: Tensor, norm: nn.Module) -> Tensor:
     """`norm(states)`."""
-    if type(norm) is nn.RMSNorm and kernels.takes(states):
-        return kernels.normalized(states, norm.weight, cast(float, norm.eps))
+    if type(norm) is nn.RMSNorm and norm.eps is not None and norm.weight is not None and kernels.takes_states(states):
+        return kernels.normalized(states, norm.weight, norm.eps)
     return norm(states)
 
 

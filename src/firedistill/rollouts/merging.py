@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from peft.tuners import lora
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,11 +21,12 @@ from firedistill.rollouts.layers import FusedLayer
 def mergeable_layers(model: nn.Module) -> list[tuple[nn.Module, str, lora.Linear]]:
     """The adapted projections for which `W + s B A` is one plain matrix: parent module, name within it, layer.
 
-    Other layers stay unmerged: quantized or sharded weights, variants such as DoRA, adapters with a bias, disabled adapters.
+    Other layers stay unmerged: quantized or sharded weights, variants such as DoRA, adapters with a bias, disabled adapters, adapted
+    layers within another one.
     """
     return [
         (parent, name, layer)
-        for parent, name, layer in modules_within(model, LoraLayer)
+        for parent, name, layer in modules_within(model, lora.LoraLayer)
         if type(layer) is lora.Linear and _is_mergeable(layer)
     ]
 
@@ -88,23 +88,24 @@ def merged_adapter(
             if adapter not in merged:
                 merged[adapter] = merged_linear([adapter], kept)
             replaced.append((parent, name, adapter))
-            put(parent, name, merged[adapter])
+            replace_child(parent, name, merged[adapter])
         for parent, name, layer in whole:
             replaced.append((parent, name, layer))
-            put(parent, name, FusedLayer(layer))
+            replace_child(parent, name, FusedLayer(layer))
         head = model.get_output_embeddings() if replaced else None
         if type(head) is nn.Linear and can_pack(head.weight) and not is_hooked(head):
             kept[head] = PackedLinear(head.weight, head.bias)
             for parent, name in [(p, name) for p in model.modules() for name, module in p.named_children() if module is head]:
                 replaced.append((parent, name, head))
-                put(parent, name, kept[head])
+                replace_child(parent, name, kept[head])
         yield
     finally:
         for parent, name, layer in replaced:
-            put(parent, name, layer)
+            replace_child(parent, name, layer)
 
 
-def put(parent: nn.Module, name: str, module: nn.Module) -> None:
+def replace_child(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one that a parent has under this name."""
     vars(parent)["_modules"][name] = module  # assigning the attribute takes several times as long
 
 
@@ -119,7 +120,7 @@ def fusable_layers(
     adapters = {adapter for _, _, adapter in (mergeable_layers(model) if mergeable is None else mergeable)}
     return [
         (parent, name, layer)
-        for parent, name, layer in modules_within(model, LoraLayer)
+        for parent, name, layer in modules_within(model, lora.LoraLayer)
         if is_known(layer, "DecoderLayer") and _is_fusable(layer, adapters)
     ]
 
@@ -128,7 +129,7 @@ def _is_fusable(layer: nn.Module, mergeable: set[lora.Linear]) -> bool:
     config: Any = cast(Any, layer).self_attn.config
     return (
         config._attn_implementation in ("sdpa", NAME)
-        and not any(is_hooked(module) for module in (layer, *(inner for _, _, inner in modules_within(layer, LoraLayer))))
+        and not any(is_hooked(module) for module in (layer, *(inner for _, _, inner in modules_within(layer, lora.LoraLayer))))
         and all(
             mergeable.issuperset(adapters)
             and len({(_base(adapter).bias is None, _base(adapter).weight.dtype) for adapter in adapters}) == 1

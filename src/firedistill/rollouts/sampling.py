@@ -16,7 +16,7 @@ from firedistill.models import kernels
 from firedistill.rollout import Sampling
 
 CANDIDATES = 128
-# What `draw` returns instead of a token, and `nucleus_token`
+# What `draw` returns instead of a token
 TOO_FEW, NOT_FINITE = -1, -2
 NOT_FINITE_LOGITS = "the model's logits are not finite: no token can be drawn from them"
 # Weights in [0, 1] as integers: 2^18 of them, more than a vocabulary has, sum to less than 2^63.
@@ -65,9 +65,9 @@ def draw(scores: Tensor, sampling: Sampling, uniforms: Tensor, width: int) -> Te
     if sampling.temperature == 0:
         return scores.argmax(-1)
     scores = scores if sampling.temperature == 1 else scores / sampling.temperature
-    if sampling.top_k == 0 and sampling.top_p < 1 and kernels.draws(scores, width):
+    if sampling.top_k == 0 and sampling.top_p < 1 and kernels.takes_scores(scores, width):
         best = scores.topk(min(width, scores.shape[-1]))
-        return kernels.nucleus_token(scores, *best, uniforms, sampling.top_p, UNIT)
+        return kernels.nucleus_token(scores, *best, uniforms, sampling.top_p, UNIT, (TOO_FEW, NOT_FINITE))
     weights, tokens, complete, finite = candidates(scores, sampling, max(width, sampling.top_k + 1))
     cumulated = weights.cumsum_(-1)
     total = cumulated[:, -1:]

@@ -81,7 +81,7 @@ class Teacher:
         self.share_prefixes = shares_prefixes(share_prefixes, model, self.device)
         self.metrics = Metrics()
         self.prompts: WeakKeyDictionary[Rollout, dict[View, list[int]]] = WeakKeyDictionary()
-        self.rendered: list[tuple[dict[View, list[int]], View, list[str]]] = []  # prompts that are not tokenized yet
+        self.rendered: dict[Rollout, dict[View, list[str]]] = {}  # prompts that are not tokenized yet
         self.caches: dict[Rollout, Prefix] = {}
 
     # ---- Weights -------------------------------------------------------------------------------------------------------------------
@@ -104,14 +104,19 @@ class Teacher:
     # ---- Prompts -------------------------------------------------------------------------------------------------------------------
 
     def prompt_ids(self, rollout: Rollout, view: View) -> list[int]:
-        """Token ids of the prompt of a view; tokenized once per rollout."""
-        prompts = self.prompts.setdefault(rollout, {})
-        if view not in prompts:
-            self._tokenize()
-        if view not in prompts:
+        """Token ids of the prompt of a view; tokenized once per rollout.
+
+        Raises:
+            TaskFault: as `encode`.
+        """
+        if view not in self.prompts.get(rollout, {}):
             self.render(rollout, [view])
-            self._tokenize()
-        return prompts[view]
+            waiting, self.rendered = self.rendered, {}
+            places = [(of_rollout, its_view) for of_rollout, pieces in waiting.items() for its_view in pieces]
+            found = self.encoder.encode_pieces([pieces for of_views in waiting.values() for pieces in of_views.values()])
+            for (of_rollout, its_view), ids in zip(places, found, strict=True):
+                self.prompts.setdefault(of_rollout, {})[its_view] = ids
+        return self.prompts[rollout][view]
 
     def render(self, rollout: Rollout, views: Sequence[View]) -> None:
         """Make the prompts of these views, which are tokenized together when `prompt_ids` needs one.
@@ -119,19 +124,17 @@ class Teacher:
         Raises:
             TaskFault: as `encode`.
         """
-        prompts = self.prompts.setdefault(rollout, {})
-        for view in dict.fromkeys(views):
-            if view not in prompts:
-                messages = self.messages(rollout.example, rollout.feedback, view)
-                self.rendered.append((prompts, view, self.encoder.pieces(messages)))
-
-    def _tokenize(self) -> None:
-        found = self.encoder.encode_pieces([pieces for _, _, pieces in self.rendered])
-        for (prompts, view, _), ids in zip(self.rendered, found, strict=True):
-            prompts[view] = ids
-        self.rendered.clear()
+        known = self.prompts.get(rollout, {}).keys() | self.rendered.get(rollout, {}).keys()
+        new = {
+            view: self.encoder.pieces(self.messages(rollout.example, rollout.feedback, view))
+            for view in views
+            if view not in known
+        }
+        if new:
+            self.rendered.setdefault(rollout, {}).update(new)
 
     def messages(self, example: Example, feedback: Sequence[FeedbackField], view: View) -> list[Message]:
+        """The prompt about an example under a view."""
         return teacher_messages(self.task, example, feedback, view if self.feedback else "none")
 
     def encode(self, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[int]:

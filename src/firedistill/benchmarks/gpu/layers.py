@@ -77,7 +77,7 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
                 return grouped_attention(x.query, x.keys, x.values, x.added, scale)
 
         found["attention, cuDNN"] = by_cudnn
-    has_kernels = kernels.fits(x.keys)
+    has_kernels = kernels.takes_heads(x.keys)
     if has_kernels:
         found["attention, kernel"] = lambda x: kernels.one_query_attention(x.query, x.keys, x.values, x.visible, scale)
     found |= {
