@@ -156,9 +156,8 @@ class Decoder:
         at = self.tensors
         at["visible"].index_fill_(3, at["column"], True)
         mask, keys = at["visible"][:rows, :, :, :window], self.layers[0].keys
-        if mask.is_cuda and not takes_heads(
-            keys
-        ):  # PyTorch's attention adds it to the scores, and would convert it in every layer
+        # PyTorch's attention adds it to the scores, and would convert it in every layer.
+        if mask.is_cuda and not takes_heads(keys):
             dtype = keys.dtype
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
         ids = at["tokens"][:rows, None].clamp(min=0)

@@ -86,7 +86,7 @@ def normalized(states: Tensor, norm: nn.Module) -> Tensor:
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of `states` `[B, T, heads, size]`, which turns the pairs of coordinates i and i + size / 2.
 
-    It has fewer operations and roundings than that of `models/blocks.py`, whose results are those of `transformers` to the bit.
+    It has fewer operations and roundings than PyTorch's operators in `models/blocks.py`, which round as `transformers` does.
 
     Args:
         cos, sin: of the angles, `[B or 1, T, size]`.

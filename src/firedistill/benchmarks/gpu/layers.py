@@ -1,4 +1,4 @@
-"""Operations of a layer that reads one token per sequence: the kernels of `kernels.py`, PyTorch, and what `torch.compile` makes."""
+"""Operations of a layer that reads one token per sequence: `models/kernels.py`, PyTorch, and what `torch.compile` makes."""
 
 from __future__ import annotations
 
