@@ -16,13 +16,16 @@ from firedistill.models import loading
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora
+from firedistill.models.states import ResponseStates
+from firedistill.objectives import MicroBatch, load_objective
 from firedistill.ops import Head, fire_head
-from firedistill.ops.fire_head import fire_head_loss
+from firedistill.ops.fire_head import fire_head_loss, first_pass
 from firedistill.ops.head import chunked_token_loss
-from firedistill.rollout import Sampling
+from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts.merging import merged_bytes
 from firedistill.rollouts.sampling import CANDIDATES, choose_tokens, draw
 from firedistill.run.checkpoints import random_state, restore_random_state
+from firedistill.tasks import Example, FeedbackField, Verdict
 from firedistill.teacher.ema import EMAWeights
 from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer
 
@@ -405,3 +408,36 @@ def test_the_head_waits_once_per_chunk_and_not_per_block(attribution, monkeypatc
             fire_head_loss(weight, hidden, torch.ones(12), loo_hidden=teacher[None, :8] + 0.1, **settings)
         counts.append(waits.count)
     assert counts == [3, 3], "right tokens, wrong tokens, and those of the chunk over the radius"
+
+
+@pytest.mark.parametrize("attribution", [True, False])
+def test_nothing_waits_between_the_last_views_and_the_backward_pass(attribution):
+    """Not even for how many tokens are over the radius: the host starts the backward pass while the device reads the views."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, teacher = (torch.randn(12, 8, generator=generator) for _ in range(2))
+    correct = torch.arange(12) < 4
+    first = first_pass(
+        torch.randn(30, 8, generator=generator),
+        hidden,
+        torch.ones(12),
+        token_ids=torch.arange(12),
+        correct=correct,
+        teacher_hidden=teacher[:8],
+        attribution=attribution,
+    )
+    assert (len(first.over) > 1) == attribution
+    fields = (FeedbackField("a", "x"), FeedbackField("b", "y"))
+    rollouts = [
+        Rollout(
+            Example("1", "q", "a"), [1], Response([5] * length, "", True), Verdict(right, None, "a"), () if right else fields
+        )
+        for length, right in ((4, True), (8, False))
+    ]
+    with Waits() as waits:
+        output = first.attribute(teacher[first.over].repeat(2, 1, 1))
+        student = ResponseStates(hidden, [4, 8])
+        batch = MicroBatch(rollouts, [None, None], student, head=None, teacher=None)
+        metrics = load_objective("fire" if attribution else "no_attribution").metrics(batch, correct, output)
+    assert waits.count == 0
+    row = metrics.row()
+    assert row["chi_active"] == (len(first.over) if attribution else 3) / 8 and ("field_energy_b" in row) == attribution

@@ -601,25 +601,41 @@ def test_compiled_rows_equal_the_twin(spread, gap, step_scale, chunk_size, field
     assert {"cpu"} == fire_head.COMPILED_DEVICES
 
 
+@pytest.mark.parametrize("compiling", [False, True])
 @pytest.mark.parametrize("more", [{}, dict(attribution=False), dict(projection=False)], ids=str)
-def test_rows_near_overflow_are_computed_without_compiling(more, on_cpu, monkeypatch):
-    seen = []
-    far_divergence = fire_head.StudentDistributions.far_divergence
-
-    def counted(self, rows, eta, target):
-        seen.append(int(rows.sum()))
-        return far_divergence(self, rows, eta, target)
-
+def test_rows_near_overflow(more, compiling, on_cpu):
+    """Divergences on both sides of `FAR`, as exact as others."""
     case = make_case(61, spread=9.0, gap=60.0, correct="none", step_scale=2.0, **more)
-    monkeypatch.setattr(fire_head.StudentDistributions, "far_divergence", counted)
-    monkeypatch.setattr(fire_head, "BLOCK_ELEMENTS", 5 * 31)
-    on_cpu("aot_eager")
-    output, _ = case.fused()
-    assert sum(seen) > 0 and output.token_loss.isfinite().all() and output.kl.isfinite().all()
-    assert_equals_twin(case, TOLERANCE[torch.float32], closed_form=True)
-    monkeypatch.setattr(fire_head, "COMPILED_DEVICES", set())
     exact, _ = case.to(torch.float64).fused()
-    assert relative_error(output.kl, exact.kl) <= TOLERANCE[torch.float32]
+    assert (exact.kl > 2 * fire_head.FAR).any() and (exact.kl < fire_head.FAR / 2).any()
+    if compiling:
+        on_cpu("aot_eager")
+    output, _ = case.fused()
+    assert output.token_loss.isfinite().all() and relative_error(output.kl, exact.kl) <= TOLERANCE[torch.float32]
+    assert_equals_twin(case, TOLERANCE[torch.float32], closed_form=True)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@pytest.mark.parametrize("eta", [1.0, 0.4])
+def test_divergence_of_unlikely_tokens(eta, compiling, monkeypatch):
+    """Rows whose divergence is small although a token is unlikelier under p than under q by over exp(60); tokens of probability 0."""
+    inf = torch.inf
+    z = torch.tensor([[0.0, -1.0, -90.0, -2.0], [0.0, -1.0, -400.0, -3.0], [0.0, -1.0, -inf, -2.0], [0.0, -1.0, -2.0, -500.0]])
+    teacher = torch.tensor(
+        [[0.0, -1.0, -16.0, -2.0], [0.1, -1.0, 300.0, -3.0], [0.0, -1.2, -3.0, -2.0], [0.1, -1.0, -inf, 2.0]]
+    )
+    p, q = (fire_head.finite(logits.clone()).double().log_softmax(-1) for logits in (z, teacher))
+    log_q = ((1 - eta) * p + eta * q).log_softmax(-1)
+    difference = p - log_q
+    expected = (p.exp() * (difference + torch.expm1(-difference))).where(
+        difference > -10, p.exp() * (difference - 1) + log_q.exp()
+    )
+    student, target = fire_head.StudentDistributions(z.clone(), 1.0), fire_head.finite(teacher.clone())
+    ratio = student.centred_ratio(student.logits, target)
+    assert (ratio < -fire_head.FAR).any(-1).tolist() == [True, True, True, True]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    found = student.divergence(ratio, torch.full((4,), eta), target)
+    torch.testing.assert_close(found, expected.sum(-1).float(), rtol=2e-5, atol=0)
 
 
 def test_only_the_number_of_rows_is_symbolic(on_cpu):

@@ -82,27 +82,41 @@ def test_columns_that_are_not_visible_have_no_effect(device, dtype):
 
 
 @pytest.mark.parametrize(("device", "dtype"), WHERE)
-@pytest.mark.parametrize("shape", [(3, 12, 2, 128), (1, 4, 4, 16), (2, 5, 1, 64)], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 5, 1, 130, 64)], ids=str)
 @pytest.mark.parametrize("shared", [False, True], ids=["angles per sequence", "shared angles"])
-def test_rotation(shape, shared, device, dtype):
-    count, heads, groups, size = shape
+def test_attention_of_a_new_token(shape, shared, device, dtype):
+    """Queries and the new key are rotated; the cache, part of a larger one, changes in one column. What that held is not read."""
+    count, heads, groups, columns, size = shape
     projected = random(count, 1, heads + 2 * groups, size, device=device, dtype=dtype)
     angles = random(1 if shared else count, 1, size // 2, device=device, seed=1)
     angles = torch.cat([angles, angles], -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    keys, values = (
-        torch.full((count + 1, groups, 40, size), 7.0, device=device, dtype=dtype)[:count, :, :31] for _ in range(2)
-    )
-    column = torch.full((1,), 29, device=device)
-    queries = kernels.rotate_and_store(projected, cos, sin, keys, values, column)
-    exact, cos, sin = projected.double(), cos.double().unsqueeze(2), sin.double().unsqueeze(2)
-    turned = torch.cat([-exact[..., size // 2 :], exact[..., : size // 2]], -1)
-    expected = (exact * cos + turned * sin).transpose(1, 2)
-    assert_close(queries, expected[:, :heads])
-    assert_close(keys[:, :, 29:30], expected[:, heads : heads + groups])
-    assert torch.equal(values[:, :, 29:30], projected[:, :, heads + groups :].transpose(1, 2))
-    for cache in (keys, values):
-        assert (cache[:, :, :29] == 7).all() and (cache[:, :, 30:] == 7).all()
+    caches = [random(count + 1, groups, columns + 9, size, device=device, dtype=dtype, seed=s) for s in (2, 3)]
+    keys, values = (cache[:count, :, :columns] for cache in caches)
+    mask = torch.zeros(count, 1, 1, columns, dtype=torch.bool, device=device)
+    for row in range(count):
+        mask[row, ..., row : columns - 2] = True
+    for place in {0, columns // 2, columns - 3}:
+        now = mask.clone()
+        now[..., place] = True
+        expected_keys, expected_values = keys.double(), values.double()
+        keys[:, :, place], values[:, :, place] = torch.nan, torch.inf
+        before = [cache.clone() for cache in caches]
+        column = torch.full((1,), place, device=device)
+        found = kernels.new_token_attention(projected, cos, sin, keys, values, column, now, 0.3)
+        exact = projected.double()
+        turned = torch.cat([-exact[..., size // 2 :], exact[..., : size // 2]], -1)
+        rotated = (exact * cos.double().unsqueeze(2) + turned * sin.double().unsqueeze(2)).transpose(1, 2)
+        assert_close(keys[:, :, place], rotated[:, heads : heads + groups, 0])
+        assert torch.equal(values[:, :, place], projected[:, 0, heads + groups :])
+        for cache, old in zip(caches, before, strict=True):
+            old[:count, :, place] = cache[:count, :, place]
+            assert torch.equal(cache, old)
+        # Rounded as the cache is
+        expected_keys[:, :, place], expected_values[:, :, place] = keys[:, :, place].double(), values[:, :, place].double()
+        queries = rotated[:, :heads].to(dtype).double().unflatten(1, (groups, -1))
+        weights = (queries @ expected_keys.unsqueeze(2).mT * 0.3).masked_fill(~now.unsqueeze(2), -torch.inf).softmax(-1)
+        assert_close(found, (weights @ expected_values.unsqueeze(2)).flatten(1, 2).transpose(1, 2))
 
 
 @pytest.mark.parametrize(("device", "dtype"), WHERE)
@@ -167,6 +181,21 @@ def test_norm(width, device, dtype):
     assert found.shape == states.shape
     for token in range(2):
         assert_close(found[:, token], expected[:, token])
+
+
+@pytest.mark.parametrize(("device", "dtype"), WHERE)
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 1, 1), (70, 300, 16), (64, 128, 5), (200, 37, 40)])
+def test_sum_of_a_matrix_and_a_product(rows, columns, rank, device, dtype):
+    """Into some rows of a larger matrix; factors in float32, whose product is small, as an adapter's is."""
+    matrix, around = (random(n, columns, device=device, dtype=dtype, seed=n) for n in (rows, rows + 3))
+    second, first = random(rows, rank, device=device, seed=1), random(columns, rank, device=device, seed=2).t()
+    before = around.clone()
+    kernels.add_product(matrix, second, first, 0.01, around[2 : rows + 2])
+    exact = matrix.double() + 0.01 * second.double() @ first.double()
+    assert_close(around[2 : rows + 2], exact)
+    assert torch.equal(around[:2], before[:2]) and torch.equal(around[rows + 2 :], before[rows + 2 :])
+    if dtype != torch.float32:  # a product of factors in a half precision, or in tf32, would be rounded otherwise
+        assert (around[2 : rows + 2] != exact.to(dtype)).double().mean() < 0.01
 
 
 @WITHOUT_GPU
@@ -269,7 +298,7 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
 def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     """In float32, in the interpreter; layers of transformers use the attention alone."""
     used = set()
-    for name in ("one_query_attention", "rotate_and_store", "silu_product", "normalized"):
+    for name in ("one_query_attention", "new_token_attention", "silu_product", "normalized"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
     model, tokenizer = adapted(FAMILIES[family]), byte_tokenizer()
@@ -288,10 +317,8 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     monkeypatch.setattr(kernels, "takes_states", lambda states: True)
     assert engine.generate(PROMPTS[:3], sampling, seed=3) == expected
     # A window takes keys from a cache that the kernels do not write to.
-    of_a_layer = {"silu_product", "normalized"} if fuse else set()
-    if fuse and family != "mistral, window":
-        of_a_layer.add("rotate_and_store")
-    assert used == {"one_query_attention", *of_a_layer}
+    attends = "new_token_attention" if fuse and family != "mistral, window" else "one_query_attention"
+    assert used == {attends, *({"silu_product", "normalized"} if fuse else ())}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 import time
+from contextlib import nullcontext
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -28,6 +30,20 @@ def test_every_element_counts_once_in_a_mean():
     found.mean(x=torch.tensor([[1.0, 2.0], [3.0, 4.0]]), y=2.0)
     found.mean(x=10.0, flags=torch.tensor([True, False, False, False]), counts=torch.tensor([1, 2]))
     assert found.row() == {"x": 4.0, "y": 2.0, "flags": 0.25, "counts": 1.5}
+
+
+def test_a_mask_chooses_what_counts():
+    found = Metrics()
+    found.mean(
+        where=torch.tensor([True, False, True]), x=torch.tensor([1.0, torch.nan, 5.0]), none=torch.tensor([True, True, False])
+    )
+    found.mean(where=torch.tensor([False, True]), x=torch.tensor([torch.inf, 12.0]))
+    found.mean(where=torch.tensor([False, False]), x=torch.tensor([7.0, 8.0]), y=torch.tensor([1.0, 2.0]))
+    expected = {"x": 6.0, "none": 0.5}
+    assert found.row() == expected, "y has no value"
+    assert over_processes([found.on_host(), Metrics()]).row() == expected
+    found.mean(x=torch.tensor([1.0, torch.nan]), where=torch.tensor([True, True]))
+    assert numpy.isnan(found.row()["x"]), "nothing but the mask hides a value"
 
 
 def test_maxima_and_totals():
@@ -71,6 +87,42 @@ def test_blocks_are_timed_and_times_add_up():
         with found.timed("seconds_score", CPU):
             time.sleep(0.02)
     assert 0.04 <= found.row()["seconds_score"] < 2
+
+
+class Clock:
+    """An event of a device that has not got there until the host waits for it."""
+
+    recorded: ClassVar[list[Clock]] = []
+
+    def __init__(self, enable_timing):
+        self.reached = False
+
+    def record(self):
+        self.recorded.append(self)
+
+    def synchronize(self):
+        for clock in self.recorded[: self.recorded.index(self) + 1]:
+            clock.reached = True
+
+    def elapsed_time(self, other):
+        assert self.reached and other.reached
+        return 250.0 * (self.recorded.index(other) - self.recorded.index(self))  # milliseconds
+
+
+def test_the_host_does_not_wait_for_the_times_of_a_gpu(monkeypatch):
+    for name, value in {"Event": Clock, "device": lambda device: nullcontext(), "synchronize": None, "recorded": []}.items():
+        monkeypatch.setattr(Clock if name == "recorded" else torch.cuda, name, value)
+    found, gpu = Metrics(), torch.device("cuda", 1)
+    with found.timed("seconds_rollout", gpu), found.timed("seconds_score", gpu):
+        pass
+    other = Metrics()
+    with other.timed("seconds_score", gpu):
+        pass
+    joined = metrics({"seconds_score": 1.0}).merge([found, other])
+    assert not any(clock.reached for clock in Clock.recorded) and joined.seconds == {"seconds_score": 1.0}
+    expected = {"seconds_rollout": 0.75, "seconds_score": 1.0 + 0.25 + 0.25}
+    assert pickle.loads(pickle.dumps(joined.on_host())).row() == expected
+    assert joined.settle().seconds == joined.settle().seconds == expected == joined.row()
 
 
 def test_merging_in_any_grouping_gives_identical_bits():

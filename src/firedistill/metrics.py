@@ -21,18 +21,24 @@ class Metrics:
 
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = defaultdict(list)
-        self.counts: dict[str, int] = defaultdict(int)
+        self.counts: dict[str, Any] = defaultdict(int)
         self.maxima: dict[str, Tensor] = {}
         self.totals: dict[str, Any] = defaultdict(int)
         self.seconds: dict[str, float] = defaultdict(float)
+        self.spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []  # of a device, not in `seconds` yet
 
-    def mean(self, **values: Tensor | float) -> None:
-        """Add values to means; every element of a tensor counts once."""
+    def mean(self, where: Tensor | None = None, **values: Tensor | float) -> None:
+        """Add values to means; every element of a tensor counts once.
+
+        Args:
+            where: which elements count; all by default.
+        """
         for name, value in values.items():
             value = torch.as_tensor(value)
             if value.numel():
-                self.sums[name].append(value.detach().float().sum())
-                self.counts[name] += value.numel()
+                numbers = value.detach().float()
+                self.sums[name].append(numbers.sum() if where is None else numbers.where(where, 0.0).sum())
+                self.counts[name] += value.numel() if where is None else where.sum()
 
     def maximum(self, **values: Tensor | float) -> None:
         """Add values to maxima."""
@@ -49,17 +55,35 @@ class Metrics:
 
     @contextmanager
     def timed(self, name: str, device: torch.device) -> Iterator[None]:
-        """Add the wall time of the block, the work of the device included. The slowest process counts."""
-        synchronize(device)
-        start = time.perf_counter()
-        yield
-        synchronize(device)
-        self.seconds[name] += time.perf_counter() - start
+        """Add the wall time of the block, the work of the device included. The slowest process counts.
+
+        On a GPU, the device reads the clock when it gets there, so that the host need not wait for it; `settle` reads the times.
+        """
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+            self.spans.append((name, start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - began
+
+    def settle(self) -> Metrics:
+        """Add the times that devices have measured, for which the host waits, to `seconds`; returns `self`."""
+        for name, start, end in self.spans:
+            end.synchronize()
+            self.seconds[name] += start.elapsed_time(end) / 1000
+        self.spans = []
+        return self
 
     def on_host(self) -> Metrics:
         """A copy of CPU numbers that can be sent to another process."""
-        copy = Metrics().merge([self])
+        copy = Metrics().merge([self]).settle()
         copy.sums = defaultdict(list, {name: [sum_in_order(parts).cpu()] for name, parts in self.sums.items()})
+        copy.counts = defaultdict(int, {name: int(count) for name, count in self.counts.items()})
         copy.maxima = {name: value.cpu() for name, value in self.maxima.items()}
         return copy
 
@@ -71,14 +95,17 @@ class Metrics:
                 self.counts[name] += other.counts[name]
             self.maximum(**other.maxima)
             self.total(**other.totals)
+            self.spans += other.spans
             for name, seconds in other.seconds.items():
                 self.seconds[name] += seconds
         return self
 
     def row(self) -> dict[str, float]:
         """The values as numbers, by column."""
-        means = {name: float(sum_in_order(parts)) / self.counts[name] for name, parts in self.sums.items()}
-        return {**self.seconds, **self.totals, **means, **{name: float(value) for name, value in self.maxima.items()}}
+        means = {
+            name: float(sum_in_order(parts)) / int(self.counts[name]) for name, parts in self.sums.items() if self.counts[name]
+        }
+        return {**self.settle().seconds, **self.totals, **means, **{name: float(value) for name, value in self.maxima.items()}}
 
 
 def over_processes(parts: Iterable[Metrics]) -> Metrics:

@@ -465,7 +465,7 @@ class SelfDistillTrainer(ResumableTrainer):
             metrics.total(out_of_memory=halved)
             for limit in self.limits.values():
                 limit.halved = 0
-        seconds = metrics.seconds
+        seconds = metrics.settle().seconds
         seconds["seconds_update"] = total - seconds["seconds_rollout"] - seconds.get("seconds_score", 0.0)
         held = held_memory(self.args.device) if lockstep(self.model) is not None else None
         ranks = gather_object([(metrics.on_host(), record.of_method.on_host(), float(record.loss), held)])

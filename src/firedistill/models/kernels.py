@@ -1,8 +1,9 @@
 """Triton kernels of decoder layers and of the draw of a token, for GPUs.
 
-- Attention of one query per head, which reads keys and values in parts, side by side, and only the parts that hold a visible one, and
-  rotation with the write to the cache: for sampling, which reads one token per sequence.
+- Attention of one query per head, for sampling, which reads one token per sequence. It reads keys and values in parts, side by side,
+  and only the parts that hold a visible one; it can rotate the query and the new key, and write the latter to the cache.
 - Rotation and the product of the gates, forward and backward, and root-mean-square norms, for any number of tokens.
+- The sum of a matrix and the product of two factors, which merges an adapter.
 - The draw from a nucleus.
 
 They compute in float32 and round once, except that attention rounds the weights of the values to their type, and the draw cumulates
@@ -33,6 +34,7 @@ BLOCK = 64  # columns read at once
 PARTS = 64  # of the columns, at most
 # Of one row or token, computed by one block of threads
 GATES_PER_BLOCK, HEADS_PER_BLOCK, SCORES_PER_BLOCK = 1024, 16, 4096
+TILE, RANKS = (64, 64), 16  # rows and columns of a matrix that one block of threads computes; ranks of its factors read at once
 MOST_CANDIDATES = 4096  # of a draw
 LEAST = -1e30  # below every score; finite, so that no difference of two is NaN
 
@@ -46,6 +48,11 @@ def takes_heads(states: Tensor) -> bool:
 def takes_states(states: Tensor) -> bool:
     """Whether the kernels take states of this device and type."""
     return states.dtype in (torch.bfloat16, torch.float16) and is_usable(states)
+
+
+def takes_product(matrix: Tensor, second: Tensor, first: Tensor) -> bool:
+    """Whether `add_product` takes a matrix and factors of this device, type and layout."""
+    return takes_states(matrix) and all(x.dtype == torch.float32 for x in (second, first)) and matrix.is_contiguous()
 
 
 def takes_scores(scores: Tensor, width: int) -> bool:
@@ -88,6 +95,39 @@ def one_query_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tens
     Returns:
         `[B, 1, heads, size]`.
     """
+    return _in_parts(query, key, value, visible, scale)
+
+
+def new_token_attention(
+    projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, column: Tensor, visible: Tensor, scale: float
+) -> Tensor:
+    """Rotary embedding (pairs of coordinates i and i + size / 2), write to the cache, and attention, of a token per sequence.
+
+    Args:
+        projected: `[B, 1, heads + 2 groups, size]`: queries, keys, values.
+        cos, sin: of the angles, `[B or 1, 1, size]`.
+        keys, values: `[B, groups, W, size]`, of all tokens; those of this one are written to a column.
+        column: `[1]` int64.
+        visible: `[B, 1, 1, W]`, true where a key is visible, as it is at this column.
+
+    Returns:
+        `[B, 1, heads, size]`.
+    """
+    count, _, heads, size = projected.shape
+    query = projected.contiguous().transpose(1, 2)[:, : heads - 2 * keys.shape[1]]
+    cos, sin = cos.contiguous().expand(count, 1, size), sin.contiguous().expand(count, 1, size)
+    return _in_parts(query, keys, values, visible, scale, (cos, sin, column))
+
+
+def _in_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    scale: float,
+    of_new_token: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`of_new_token` are `cos`, `sin` and `column` where a key and a value lie behind the queries in memory."""
     count, heads, _, size = query.shape
     groups, columns = key.shape[1:3]
     visible = visible.expand(count, 1, 1, columns)
@@ -96,12 +136,14 @@ def one_query_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tens
     sums = torch.empty(count, heads, parts, size, dtype=torch.float32, device=query.device)
     statistics = torch.empty(count, heads, parts, 2, dtype=torch.float32, device=query.device)
     found = query.new_empty(count, 1, heads, size)
+    cos, sin, column = of_new_token or (query, query, query)
     with on_device_of(query):
         _attend[(count * groups, parts)](
             *(query, query.stride(0), query.stride(1)),
             *(key, *key.stride()[:3]),
             *(value, *value.stride()[:3]),
             *(visible, visible.stride(0)),
+            *(cos, cos.stride(0), sin, sin.stride(0), column),
             *(sums, statistics, columns, span, scale),
             GROUPS=groups,
             PER_GROUP=per_group,
@@ -109,40 +151,10 @@ def one_query_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tens
             BLOCK=BLOCK,
             SIZE=size,
             LEAST=LEAST,
+            IS_NEW=of_new_token is not None,
         )
         _combine[(count * heads,)](sums, statistics, found, parts, PARTS=triton.next_power_of_2(parts), SIZE=size, LEAST=LEAST)
     return found
-
-
-def rotate_and_store(projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, column: Tensor) -> Tensor:
-    """Rotary embedding of queries and keys (pairs of coordinates i and i + size / 2); keys and values are written to a column.
-
-    Args:
-        projected: `[B, 1, heads + 2 groups, size]`: queries, keys, values.
-        cos, sin: of the angles, `[B or 1, 1, size]`.
-        keys, values: `[B, groups, W, size]`.
-        column: `[1]` int64.
-
-    Returns:
-        The queries `[B, heads, 1, size]`.
-    """
-    count, _, all_heads, size = projected.shape
-    groups = keys.shape[1]
-    heads = all_heads - 2 * groups
-    queries = projected.new_empty(count, heads, 1, size)
-    projected, cos, sin = projected.contiguous(), cos.expand(count, 1, size), sin.expand(count, 1, size)
-    with on_device_of(projected):
-        _rotate_and_store[(count, all_heads)](
-            *(projected, cos, cos.stride(0), sin, sin.stride(0)),
-            *(keys, *keys.stride()[:3]),
-            *(values, *values.stride()[:3]),
-            *(column, queries),
-            HEADS=heads,
-            GROUPS=groups,
-            HALF=size // 2,
-            num_warps=1,
-        )
-    return queries
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
@@ -201,6 +213,21 @@ def normalized(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return found
 
 
+def add_product(matrix: Tensor, second: Tensor, first: Tensor, scale: float, found: Tensor) -> None:
+    """Write `matrix + scale second first` to `found`.
+
+    Args:
+        matrix, found: `[rows, columns]`, contiguous.
+        second, first: `[rows, R]` and `[R, columns]`.
+    """
+    rows, columns = matrix.shape
+    second, first = second.contiguous(), first.contiguous()
+    with on_device_of(matrix):
+        _add_product[(triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1]))](
+            *(matrix, second, first, found, rows, columns, first.shape[0], scale), ROWS=TILE[0], COLUMNS=TILE[1], RANKS=RANKS
+        )
+
+
 def nucleus_token(
     scores: Tensor, values: Tensor, tokens: Tensor, uniforms: Tensor, top_p: float, unit: int, codes: tuple[int, int]
 ) -> Tensor:
@@ -251,20 +278,37 @@ def _attend(
     KEY, key_of_sequence, key_of_group, key_of_column,
     VALUE, value_of_sequence, value_of_group, value_of_column,
     VISIBLE, visible_of_sequence,
+    COS, cos_of_sequence, SIN, sin_of_sequence, COLUMN,
     SUMS, STATISTICS, columns, span, scale,
     GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, LEAST: tl.constexpr,
+    IS_NEW: tl.constexpr,
 ):  # fmt: skip
-    """One group of heads and one part of the columns: largest score, sum of weights and weighted sum of values of each head."""
+    """One group of heads and one part of the columns: largest score, sum of weights and weighted sum of values of each head.
+
+    Of a new token, the query and the key are rotated, and the part that holds its column writes key and value to the cache.
+    """
     sequence, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     part, parts = tl.program_id(1), tl.num_programs(1)
     rows, at = tl.arange(0, ROWS), tl.arange(0, SIZE)
     is_head = rows < PER_GROUP
     head = group * PER_GROUP + rows
-    query = tl.load(
-        QUERY + sequence * query_of_sequence + head[:, None] * query_of_head + at[None, :], mask=is_head[:, None], other=0.0
-    )
-    keys = KEY + tl.cast(sequence, tl.int64) * key_of_sequence + group * key_of_group + at[None, :]
-    values = VALUE + tl.cast(sequence, tl.int64) * value_of_sequence + group * value_of_group + at[None, :]
+    queries = QUERY + sequence * query_of_sequence + head[:, None] * query_of_head
+    query = tl.load(queries + at[None, :], mask=is_head[:, None], other=0.0)
+    keys = KEY + tl.cast(sequence, tl.int64) * key_of_sequence + group * key_of_group
+    values = VALUE + tl.cast(sequence, tl.int64) * value_of_sequence + group * value_of_group
+    if IS_NEW:
+        partner = (at + SIZE // 2) % SIZE
+        cos = tl.load(COS + sequence * cos_of_sequence + at).to(tl.float32)
+        sin = tl.load(SIN + sequence * sin_of_sequence + at).to(tl.float32) * tl.where(at < SIZE // 2, -1.0, 1.0)
+        other = tl.load(queries + partner[None, :], mask=is_head[:, None], other=0.0).to(tl.float32)
+        query = (query.to(tl.float32) * cos[None, :] + other * sin[None, :]).to(query.dtype)
+        new = QUERY + sequence * query_of_sequence + (GROUPS * PER_GROUP + group) * query_of_head
+        new_key = (tl.load(new + at).to(tl.float32) * cos + tl.load(new + partner).to(tl.float32) * sin).to(query.dtype)
+        new_value = tl.load(new + GROUPS * query_of_head + at)
+        new_column = tl.load(COLUMN)
+        if new_column // span == part:
+            tl.store(keys + new_column * key_of_column + at, new_key)
+            tl.store(values + new_column * value_of_column + at, new_value)
     largest = tl.full([ROWS], LEAST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, SIZE], tl.float32)
@@ -273,8 +317,11 @@ def _attend(
         exists = column < columns
         visible = tl.load(VISIBLE + sequence * visible_of_sequence + column, mask=exists, other=0) != 0
         if tl.max(visible.to(tl.int32), 0) > 0:
-            key = tl.load(keys + column[:, None] * key_of_column, mask=exists[:, None], other=0.0)
-            value = tl.load(values + column[:, None] * value_of_column, mask=exists[:, None], other=0.0)
+            key = tl.load(keys + column[:, None] * key_of_column + at[None, :], mask=exists[:, None], other=0.0)
+            value = tl.load(values + column[:, None] * value_of_column + at[None, :], mask=exists[:, None], other=0.0)
+            if IS_NEW:
+                is_new = (column == new_column)[:, None]
+                key, value = tl.where(is_new, new_key[None, :], key), tl.where(is_new, new_value[None, :], value)
             scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, LEAST)
             before = largest
             largest = tl.maximum(before, tl.max(scores, 1))
@@ -299,37 +346,6 @@ def _combine(SUMS, STATISTICS, FOUND, parts, PARTS: tl.constexpr, SIZE: tl.const
     weight = tl.exp(largest - tl.max(largest, 0))
     mean = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
     tl.store(FOUND + head * SIZE + at, mean.to(FOUND.dtype.element_ty))
-
-
-@jit
-def _rotate_and_store(
-    PROJECTED, COS, cos_of_sequence, SIN, sin_of_sequence,
-    KEYS, key_of_sequence, key_of_group, key_of_column,
-    VALUES, value_of_sequence, value_of_group, value_of_column,
-    COLUMN, QUERIES,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """One head of one sequence."""
-    sequence, head = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1)
-    first = tl.arange(0, HALF)
-    second = HALF + first
-    states = PROJECTED + (sequence * (HEADS + 2 * GROUPS) + head) * 2 * HALF
-    x, y = tl.load(states + first), tl.load(states + second)
-    column = tl.load(COLUMN)
-    if head < HEADS + GROUPS:
-        cos, sin = COS + sequence * cos_of_sequence, SIN + sequence * sin_of_sequence
-        turned = x.to(tl.float32) * tl.load(cos + first) - y.to(tl.float32) * tl.load(sin + first)
-        other = y.to(tl.float32) * tl.load(cos + second) + x.to(tl.float32) * tl.load(sin + second)
-        if head < HEADS:
-            to = QUERIES + (sequence * HEADS + head) * 2 * HALF
-        else:
-            to = KEYS + sequence * key_of_sequence + (head - HEADS) * key_of_group + column * key_of_column
-        tl.store(to + first, turned.to(x.dtype))
-        tl.store(to + second, other.to(x.dtype))
-    else:
-        to = VALUES + sequence * value_of_sequence + (head - HEADS - GROUPS) * value_of_group + column * value_of_column
-        tl.store(to + first, x)
-        tl.store(to + second, y)
 
 
 @jit
@@ -397,6 +413,26 @@ def _normalize(STATES, WEIGHT, FOUND, width, eps, BLOCK: tl.constexpr):
     weight = tl.load(WEIGHT + at, mask=exists, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(states * states, 0) / width + eps)
     tl.store(FOUND + row * width + at, (states * scale * weight).to(FOUND.dtype.element_ty), mask=exists)
+
+
+@jit
+def _add_product(
+    MATRIX, SECOND, FIRST, FOUND, rows, columns, rank, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr
+):
+    """A tile of the matrix."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = (row < rows)[:, None] & (column < columns)[None, :]
+    product = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, rank, RANKS):
+        at = start + tl.arange(0, RANKS)
+        second = tl.load(SECOND + row[:, None] * rank + at[None, :], mask=(row < rows)[:, None] & (at < rank)[None, :], other=0.0)
+        first = tl.load(
+            FIRST + at[:, None] * columns + column[None, :], mask=(at < rank)[:, None] & (column < columns)[None, :], other=0.0
+        )
+        product = tl.dot(second, first, product, input_precision="ieee")
+    place = tl.cast(row, tl.int64)[:, None] * columns + column[None, :]
+    matrix = tl.load(MATRIX + place, mask=exists, other=0.0)
+    tl.store(FOUND + place, (matrix.to(tl.float32) + scale * product).to(matrix.dtype), mask=exists)
 
 
 @jit

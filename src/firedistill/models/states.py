@@ -69,7 +69,7 @@ def score_responses(
         batch = [order[row] for row in rows]
         width = max(len(prompts[row]) + len(responses[row]) for row in batch)
         padded = [prompts[row] + responses[row] + [0] * (width - len(prompts[row]) - len(responses[row])) for row in batch]
-        states = last_hidden_states(model, torch.tensor(padded, device=device))
+        states = last_hidden_states(model, torch.tensor(padded).to(device, non_blocking=True))
         for position, row in enumerate(batch):
             start = len(prompts[row]) - 1
             hidden[row] = states[position, start : start + len(responses[row])]

@@ -297,32 +297,30 @@ class Fire(Objective):
 
     def metrics(self, batch: MicroBatch, correct: Tensor, output: FireHeadOutput) -> Metrics:
         """Token means of the quantities of both branches. Field energies exist only at tokens over the radius."""
-        metrics = Metrics()
-        right, wrong = correct.nonzero().flatten(), (~correct).nonzero().flatten()  # a mask would make the host wait every time
+        metrics = Metrics()  # by masks: indices of the tokens would make the host wait for the device
+        metrics.mean(rho=output.rho, entropy=output.entropy)
+        metrics.mean(where=correct, beta=output.beta, clipped_correct=output.beta < 1)
         metrics.mean(
-            rho=output.rho,
-            entropy=output.entropy,
-            beta=output.beta[right],
-            clipped_correct=output.beta[right] < 1,
-            chi=output.chi[wrong],
-            chi_active=output.chi[wrong] > 0,
-            alpha_full=output.alpha[0, wrong],
-            eta=output.eta[wrong],
-            projected=output.eta[wrong] < 1,
-            kl=output.kl[wrong],
+            where=~correct,
+            chi=output.chi,
+            chi_active=output.chi > 0,
+            alpha_full=output.alpha[0],
+            eta=output.eta,
+            projected=output.eta < 1,
+            kl=output.kl,
         )
-        metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
+        metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho).where(output.rho > 0, 0.0))
         if not self.attribution:
             return metrics
         for names, group in by_views(batch.wrong.rollouts).items():
-            tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).nonzero().flatten()
+            tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).bool()
             for j, name in enumerate(names):
                 scored = j < len(output.field_energy)
-                alpha = output.alpha[j + 1, tokens] if scored else torch.zeros_like(output.rho[tokens])
-                metrics.mean(**{f"alpha_{name}": alpha})
+                alpha = output.alpha[j + 1] if scored else torch.zeros_like(output.rho)
+                metrics.mean(where=tokens, **{f"alpha_{name}": alpha})
                 if scored:
-                    energy = output.field_energy[j, tokens]
-                    metrics.mean(**{f"field_energy_{name}": energy[~energy.isnan()]})
+                    energy = output.field_energy[j]
+                    metrics.mean(where=tokens & ~energy.isnan(), **{f"field_energy_{name}": energy})
         return metrics
 
 

@@ -47,6 +47,8 @@ BLOCK_ELEMENTS_GPU = 2**24
 # Where functions on rows are compiled, by which backend of `torch.compile`, and how often one is at most, for other settings or sizes
 COMPILED_DEVICES, COMPILER, COMPILATIONS = {"cuda"}, "inductor", 64
 
+FAR = 60.0  # exponents up to which exponentials and their sums over a vocabulary are far from an overflow in float32
+
 # Stands in for an infinite logit. Its square, summed over a vocabulary, is finite.
 LARGEST_LOGIT = {torch.float32: 1e15, torch.float64: 1e100}
 
@@ -324,22 +326,12 @@ class FirstPass:
 
         Both are what `function` finds in the rows `rows` of `products` and in `more`. Returns which rows are not done.
         """
-        inputs = products[rows], *more
-        found = self.on_rows(function, *inputs)
-        self.record(tokens, found.statistics)
-        if found.far is not None:
-            rule = self.rule._replace(differentiate=False)
-            far = found.far.nonzero().flatten()  # once per compiled block: the host waits for it
-            for part in far.split(self.block_size) if len(far) else ():
-                again = function(rule, *(tensor.index_select(dim_of_rows(tensor), part) for tensor in inputs)).statistics
-                self.record(tokens[part], {name: again[name] for name in ("token_loss", "kl") if name in again})
+        found = self.on_rows(function, products[rows], *more)
+        for name, value in found.statistics.items():
+            self.statistics[name][..., tokens] = value[: len(self.statistics[name])]  # without the views that were added
         if found.gradient is not None:
             products[rows] = found.gradient
         return found.not_done
-
-    def record(self, tokens: Tensor, statistics: dict[str, Tensor]) -> None:
-        for name, value in statistics.items():
-            self.statistics[name][..., tokens] = value[: len(self.statistics[name])]  # without the views that were added
 
     # ---- Products, distributions, statistics ---------------------------------------------------------------------------------------
 
@@ -440,13 +432,11 @@ class Found(NamedTuple):
         statistics: as in `FireHeadOutput`.
         gradient: `[C, V]`, of the weighted token losses for the products; None if nothing is differentiated.
         not_done: `[C]`, whether a row waits for the views without a field; its `gradient` are the products.
-        far: `[C]`, whether `token_loss` and `kl` of a row are to be computed once more, without compiling; None if no row's are.
     """
 
     statistics: dict[str, Tensor]
     gradient: Tensor | None
     not_done: Tensor
-    far: Tensor | None = None
 
     @staticmethod
     def concatenate(found: Sequence[Found]) -> Found:
@@ -480,16 +470,15 @@ def full_teacher_rows(rule: Rule, products: Tensor, full: Tensor, weights: Tenso
     outside = energy > student.rho.square()
     chi = ((energy - student.rho.square()) / energy).where(outside, 0.0)
     eta, norm = torch.ones_like(energy), energy.sqrt()
-    kl, far = student.divergence(ratio, eta, log_q_c)
-    loss = kl
+    loss = kl = student.divergence(ratio, eta, log_q_c)
     if rule.projection and not rule.attribution:
         eta = contraction(norm, student.rho)
-        loss, _ = student.divergence(ratio, eta, log_q_c)  # eta is at most 1: no further row is far
+        loss = student.divergence(ratio, eta, log_q_c)
     statistics = {"rho": student.rho, "entropy": student.entropy, "energy": energy, "chi": chi, "kl": kl, "eta": eta}
     statistics |= {"token_loss": loss, "gradient_norm": eta * norm}
     done = ~outside if rule.attribution else torch.ones_like(outside)
     found = rule.gradient(products, gradient, eta * weights)
-    return Found(statistics, None if found is None else torch.where(done.unsqueeze(-1), found, products), ~done, far)
+    return Found(statistics, None if found is None else torch.where(done.unsqueeze(-1), found, products), ~done)
 
 
 def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, chi: Tensor, weights: Tensor) -> Found:
@@ -513,10 +502,10 @@ def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, c
     gradient = student.p * ratio
     norm = gradient.square().sum(-1).sqrt()
     eta = contraction(norm, student.rho) if rule.projection else torch.ones_like(norm)
-    loss, far = student.divergence(ratio, eta, log_q_c.add_(shift))
+    loss = student.divergence(ratio, eta, log_q_c.add_(shift))
     statistics = {"eta": eta, "alpha": torch.stack(evidence) / total, "token_loss": loss, "gradient_norm": eta * norm}
     statistics |= {"field_energy": torch.stack(energies)} if energies else {}
-    return Found(statistics, rule.gradient(products, gradient, eta * weights), torch.zeros_like(norm, dtype=torch.bool), far)
+    return Found(statistics, rule.gradient(products, gradient, eta * weights), torch.zeros_like(norm, dtype=torch.bool))
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
@@ -601,29 +590,25 @@ class StudentDistributions:
         ratio = (a - b).sub_(a.gather(-1, self.top) - b.gather(-1, self.top))
         return ratio.sub_((self.p * ratio).sum(-1, keepdim=True))
 
-    def divergence(self, ratio: Tensor, eta: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
+    def divergence(self, ratio: Tensor, eta: Tensor, target: Tensor) -> Tensor:
         """`KL(p || q)` `[C]` for `q` proportional to `p^(1-eta) exp(eta target)`; `ratio` is the centred log-ratio to the target.
 
         With `x = eta ratio`, whose mean under p is 0, it is `log E_p[exp(-x)] = log(1 + E_p[exp(-x) - 1 + x])`: no term of the
-        sum is negative, so that nothing cancels. Near overflow it is `far_divergence`. Compiled code has no branch for that: the
-        second result is then the mask `[C]` of the rows that need it, and None otherwise.
+        sum is negative, so that nothing cancels. Where exp(-x) may overflow, `p exp(-x)` is the exponential of its logarithm, and
+        where the sum may, it is that of ratios to its largest term.
         """
         x = eta.unsqueeze(-1) * ratio
-        kl = torch.expm1(-x).add_(x).mul_(self.p).sum(-1).log1p()
-        far = x.amin(-1) < -60
-        if torch.compiler.is_compiling():
-            return kl, far
-        if far.any():
-            kl[far] = self.far_divergence(far, eta[far].unsqueeze(-1), target[far])
-        return kl, None
-
-    def far_divergence(self, rows: Tensor, eta: Tensor, target: Tensor) -> Tensor:
-        """The same as `sum p log(p/q) - p + q`, where q is computed as such; no term is negative here either."""
-        p, log_p = self.p[rows], self.shifted[rows] - self.log_normalizer[rows]
-        log_q = (1 - eta) * log_p + eta * target
-        log_q -= log_q.logsumexp(-1, keepdim=True)
-        x = log_p - log_q
-        return torch.where(x > -10, p * (x + torch.expm1(-x)), p * x - p + log_q.exp()).sum(-1)
+        terms = torch.expm1(-x).add_(x).mul_(self.p)
+        if not torch.compiler.is_compiling() and x.amin() >= -FAR:  # compiled code has no branch for it
+            return terms.sum(-1).log1p()
+        weight, log_p = eta.unsqueeze(-1), self.shifted - self.log_normalizer
+        constant = log_p.gather(-1, self.top) - target.gather(-1, self.top) - ratio.gather(-1, self.top)
+        log_products = (1 - weight) * log_p + weight * (target + constant)  # log p - x would cancel where p is tiny
+        largest = log_products.amax(-1, keepdim=True)
+        shift = largest.where(largest > FAR, 0.0)
+        products = (log_products - shift).exp()
+        total = torch.where(x < -FAR, products + self.p * (x - 1), terms).sum(-1)
+        return torch.where(largest.squeeze(-1) > FAR, shift.squeeze(-1) + products.sum(-1).log(), total.log1p())
 
 
 def contraction(gradient_norm: Tensor, rho: Tensor) -> Tensor:

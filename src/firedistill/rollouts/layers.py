@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from firedistill.models import kernels
-from firedistill.models.attention import attention
+from firedistill.models.attention import attention, has_kernel
 from firedistill.models.blocks import SiluProduct, apply
 from firedistill.rollouts.fixed import FixedLayer
 
@@ -56,16 +56,20 @@ class FusedLayer(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
             projected = torch.cat([self.query_norm(query), self.key_norm(key), value], 2)
-        if isinstance(cached, FixedLayer) and kernels.takes_heads(cached.keys):  # one token per sequence
-            query = kernels.rotate_and_store(projected, *position_embeddings, cached.keys, cached.values, cached.column)
-            key, value = cached.keys, cached.values
+        if (
+            isinstance(cached, FixedLayer)
+            and attention_mask is not None
+            and has_kernel(projected.transpose(1, 2)[:, : self.heads], cached.keys, cached.values, attention_mask)
+        ):
+            cache = cached.keys, cached.values, cached.column
+            found = kernels.new_token_attention(projected, *position_embeddings, *cache, attention_mask, self.scaling)
         else:
             both, value = projected.split((self.heads + self.groups, self.groups), 2)
             query, key = rotated(both, *position_embeddings).transpose(1, 2).split((self.heads, self.groups), 1)
             value = value.transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.index)
-        found, _ = attention(self, query, key, value, attention_mask, self.scaling)
+            found, _ = attention(self, query, key, value, attention_mask, self.scaling)
         hidden_states = add_product(hidden_states, found.flatten(2), self.from_heads)
         gates = self.to_gates(normalized(hidden_states, self.gate_norm))
         if self.is_silu:

@@ -12,6 +12,7 @@ from peft.tuners import lora
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from firedistill.models import kernels
 from firedistill.models.attention import NAME, multiplies_bfloat16
 from firedistill.models.blocks import PROJECTIONS, is_known
 from firedistill.models.states import is_hooked, modules_within
@@ -149,14 +150,16 @@ def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Modu
     bias = None if _base(adapters[0]).bias is None else _stacked([_base(adapter).bias for adapter in adapters])
     rows = [len(weight) for weight in weights]
     shape, device = (sum(rows), weights[0].shape[1]), weights[0].device
-    if type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device:
-        for part, adapter in zip(copy.weight.split(rows), adapters, strict=True):
-            part.copy_(unrounded_weight(adapter))  # rounds, once
-        if bias is not None:
-            copy.bias.copy_(bias)
-        return copy
-    kept[adapters[0]] = made = _linear(_stacked([merged_weight(adapter) for adapter in adapters]), bias)
-    return made
+    fits = type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device
+    merged = cast(nn.Linear, copy).weight.data if fits else weights[0].new_empty(shape)
+    for part, adapter in zip(merged.split(rows), adapters, strict=True):
+        merge_into(part, adapter)
+    if not fits:
+        kept[adapters[0]] = made = _linear(merged, bias)
+        return made
+    if bias is not None:
+        cast(nn.Linear, copy).bias.copy_(bias)
+    return cast(nn.Linear, copy)
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
@@ -165,16 +168,23 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 def merged_weight(layer: lora.Linear) -> Tensor:
     """`W + s B A` in the type of W."""
-    return unrounded_weight(layer).to(_base(layer).weight.dtype)
+    found = torch.empty_like(_base(layer).weight, memory_format=torch.contiguous_format)
+    merge_into(found, layer)
+    return found
 
 
-def unrounded_weight(layer: lora.Linear) -> Tensor:
-    base = _base(layer).weight
-    weight = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
-    for name in _active(layer):
-        first, second = (getattr(layer, kind)[name].weight.to(weight.dtype) for kind in ("lora_A", "lora_B"))
-        weight.addmm_(second, first, alpha=layer.scaling[name])
-    return weight
+@torch.no_grad()
+def merge_into(found: Tensor, layer: lora.Linear) -> None:
+    """Write `W + s B A` to a tensor of the shape and type of W; it is rounded once."""
+    base, names = _base(layer).weight, _active(layer)
+    factors = [(layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]) for name in names]
+    if len(factors) == 1 and kernels.takes_product(base, *factors[0][:2]):
+        kernels.add_product(base, *factors[0], found)
+        return
+    total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
+    for second, first, scale in factors:
+        total.addmm_(second.to(total.dtype), first.to(total.dtype), alpha=scale)
+    found.copy_(total)
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Module:

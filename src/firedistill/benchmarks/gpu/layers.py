@@ -48,12 +48,12 @@ def by_products(query: Tensor, keys: Tensor, values: Tensor, added: Tensor, scal
     return (scores.softmax(-1).to(values.dtype) @ values).flatten(1, 2).unsqueeze(1)
 
 
-def rotate(x: LayerInputs) -> Tensor:
+def rotate_and_attend(x: LayerInputs) -> Tensor:
     groups = x.keys.shape[1]
     both, values = x.projected.split((x.projected.shape[2] - groups, groups), 2)
     both = rotated(both, x.cos, x.sin).transpose(1, 2)
-    x.cache.update(both[:, -groups:], values.transpose(1, 2))
-    return both[:, :-groups]
+    keys, values = x.cache.update(both[:, -groups:], values.transpose(1, 2))
+    return grouped_attention(both[:, :-groups], keys, values, x.added, keys.shape[-1] ** -0.5)
 
 
 def silu_product(gates: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
     """By name; the first of each kind is the one to compare with."""
     scale = x.keys.shape[-1] ** -0.5
     compiled = {f: torch.compile(f, backend=setting.sizes.compiler, dynamic=False) for f in (by_products, silu_product)}
-    # Attention comes first: the rotation writes to the cache that it reads.
+    # Attention alone comes first: the rotation writes to the cache that it reads.
     found: dict[str, Callable[[LayerInputs], Tensor]] = {
         "attention, PyTorch": lambda x: grouped_attention(x.query, x.keys, x.values, x.added, scale),
         "attention, torch.compile": lambda x: compiled[by_products](x.query, x.keys, x.values, x.added, scale),
@@ -81,13 +81,15 @@ def operations(setting: Setting, x: LayerInputs) -> dict[str, Callable[[LayerInp
     if has_kernels:
         found["attention, kernel"] = lambda x: kernels.one_query_attention(x.query, x.keys, x.values, x.visible, scale)
     found |= {
-        "rotation, PyTorch": rotate,
+        "rotation and attention, PyTorch": rotate_and_attend,
         "gates, PyTorch": lambda x: silu_product(x.gates),
         "gates, torch.compile": lambda x: compiled[silu_product](x.gates),
     }
     if has_kernels:
         found |= {
-            "rotation, kernel": lambda x: kernels.rotate_and_store(x.projected, x.cos, x.sin, x.keys, x.values, x.column),
+            "rotation and attention, kernel": lambda x: kernels.new_token_attention(
+                x.projected, x.cos, x.sin, x.keys, x.values, x.column, x.visible, scale
+            ),
             "gates, kernel": lambda x: kernels.silu_product(x.gates),
         }
     return found
