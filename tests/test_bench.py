@@ -627,7 +627,9 @@ def test_an_operation_without_a_kernel_is_recorded_and_passed_over(monkeypatch, 
     monkeypatch.setattr(layers, "by_products", refuses)
     rows = record_of("one-token", tmp_path)["rows"]
     failed = {row["variant"] for row in rows if "error" in row.get("details", {})}
-    assert failed == {"attention, torch.compile"} and {row["variant"] for row in rows} > failed | {"rotation and attention, PyTorch"}
+    assert failed == {"attention, torch.compile"} and {row["variant"] for row in rows} > failed | {
+        "rotation and attention, PyTorch"
+    }
 
 
 def test_fused_layers_are_measured_and_tested_within_five_minutes():

@@ -10,7 +10,9 @@ from torch._subclasses import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from firedistill.models import attention, kernels
+from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.norms import fuse_norms
+from firedistill.models.states import last_hidden_states
 from firedistill.rollout import Sampling
 from firedistill.rollouts import fixed
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -384,3 +386,40 @@ def with_heads_of(size, config):
     config = copy.deepcopy(config)
     config.head_dim, config.hidden_size = size, size * config.num_attention_heads
     return config
+
+
+def training_of(model, with_kernels, monkeypatch):
+    """States of some tokens, and the gradient of a random function of them for the adapter."""
+    with monkeypatch.context() as context:
+        if not with_kernels:
+            for name in ("takes_heads", "takes_states"):
+                context.setattr(kernels, name, lambda states: False)
+        states = last_hidden_states(model, torch.arange(5, 165, device=model.device).view(4, 40) % 90)
+        direction = random(*states.shape, device=model.device, dtype=torch.float64)
+        (states * direction).sum().backward()
+    gradients = [p.grad.double().flatten() for p in model.parameters() if p.requires_grad]
+    model.zero_grad()
+    return states.detach().double(), torch.cat(gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "window" not in name])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_of_training_on_a_gpu_is_no_larger_with_kernels(family, dtype, monkeypatch):
+    """Distance of states and gradient to those of the same weights in float64."""
+    model, used = adapted(with_heads_of(16, FAMILIES[family])).train(), set()
+    for name, parameter in model.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.to(dtype)
+    exact = copy.deepcopy(model).double().cuda()
+    compute_in_base_dtype(model.cuda())
+    expected = training_of(exact, False, monkeypatch)
+    for name in ("rotate", "silu_product", "silu_product_backward"):
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
+    without = training_of(model, False, monkeypatch)
+    assert not used
+    with_kernels = training_of(model, True, monkeypatch)
+    assert used == {"rotate", "silu_product", "silu_product_backward"}
+    for ours, theirs, exactly in zip(with_kernels, without, expected, strict=True):
+        assert 0 < (ours - exactly).norm() < 1.1 * (theirs - exactly).norm()

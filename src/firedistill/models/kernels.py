@@ -425,7 +425,9 @@ def _add_product(
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, rank, RANKS):
         at = start + tl.arange(0, RANKS)
-        second = tl.load(SECOND + row[:, None] * rank + at[None, :], mask=(row < rows)[:, None] & (at < rank)[None, :], other=0.0)
+        second = tl.load(
+            SECOND + row[:, None] * rank + at[None, :], mask=(row < rows)[:, None] & (at < rank)[None, :], other=0.0
+        )
         first = tl.load(
             FIRST + at[:, None] * columns + column[None, :], mask=(at < rank)[:, None] & (column < columns)[None, :], other=0.0
         )

@@ -124,7 +124,7 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
 def modules_within(model: nn.Module, leaf: type | None = None) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every module inside `model`, with its parent and its name there. A module that several parents have occurs as often.
 
-    A model with an adapter has thousands, which a step visits several times; `nn.Module.modules` also builds the path of each.
+    `nn.Module.modules` also builds the path of each.
 
     Args:
         leaf: modules of this type are not entered.
@@ -169,7 +169,10 @@ def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> 
 @contextmanager
 def inference_mode(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradient; the training flags are restored."""
-    training = [module for module in (model, *(inner for _, _, inner in modules_within(model))) if module.training]
+    modules = [model]
+    for module in modules:  # a model with an adapter has thousands
+        modules += [inner for inner in vars(module)["_modules"].values() if inner is not None]
+    training = [vars(module) for module in modules if module.training]
     switch(training, False)
     try:
         with torch.no_grad():
@@ -178,6 +181,6 @@ def inference_mode(model: torch.nn.Module) -> Iterator[None]:
         switch(training, True)
 
 
-def switch(modules: Sequence[torch.nn.Module], training: bool) -> None:
-    for module in modules:
-        vars(module)["training"] = training  # assigning the attribute takes several times as long
+def switch(attributes: Sequence[dict[str, Any]], training: bool) -> None:
+    for of_module in attributes:
+        of_module["training"] = training  # assigning the attribute takes several times as long

@@ -34,6 +34,7 @@ CALLS = {
     Part("rows", "The head's rows without the matrix products, and the same rows by torch.compile", 90): "kernels rows_alone",
     Part("one-token", "Operations of a layer that reads one token per sequence", 40): "layers one_token_layers",
     Part("profile", "Where the time of a FIRE step and of decoding goes", 45): "inspection profile",
+    Part("step-long", "Whole steps at the shape of Qwen2.5 1.5B with long responses", 75): "steps long_responses",
     Part("step-14b", "Whole steps at the shape of Qwen2.5 14B", 260): "steps whole_step 14b",
     Part("step-3b", "Whole steps at the shape of Qwen2.5 3B", 125): "steps whole_step 3b",
     Part("decoding-transformers", "Sampling by `generate` of transformers", 150, alone=True): "steps decoding_of_transformers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 Work = list[tuple[float, float]]
@@ -84,6 +84,7 @@ class Sizes:
     scored: tuple[int, ...] = (1, 4, 8)  # responses
     per_forward: tuple[int, ...] = (8192, 32_768, 131_072)  # padded tokens
     micro_batches: tuple[int, ...] = (2, 8)
+    long_responses: tuple[int, ...] = (1024, 4096)
     lab_steps: int = 6
     profiled_tokens: int = 32  # enough for the engine to merge the adapter
 
@@ -114,6 +115,7 @@ TINY = Sizes(
     scored=(2,),
     per_forward=(64, 1024),
     micro_batches=(2,),
+    long_responses=(8, 12),
     lab_steps=2,
     profiled_tokens=2,
 )
@@ -126,16 +128,18 @@ class Setting:
     Attributes:
         folder: for the files that a part writes beside its record.
         tests: the folder of the test suite; None where it is not at hand.
+        changes: of the sizes.
     """
 
     device: str
     tiny: bool
     folder: Path
     tests: Path | None = None
+    changes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
-        return TINY if self.tiny else FULL
+        return replace(TINY if self.tiny else FULL, **self.changes)
 
     @property
     def is_gpu(self) -> bool:

@@ -193,6 +193,14 @@ def whole_step(setting: Setting, shape: str) -> Iterator[harness.Row]:
         yield from steps_of(setting, sizes, partial(random_model, sizes, setting.device), method, over)
 
 
+def long_responses(setting: Setting) -> Iterator[harness.Row]:
+    """Two steps of FIRE each, after one to warm up."""
+    shape = setting.sizes.shapes["1.5b"]
+    for response in setting.sizes.long_responses:
+        longer = replace(setting, changes={"response": response, "warm_up_steps": 1, "steps": 2})
+        yield from steps_of(longer, shape, partial(random_model, shape, setting.device), FIRE, 0.1)
+
+
 def step_with_vllm(setting: Setting) -> Iterator[harness.Row]:
     """FIRE with vLLM's rollouts. vLLM reads the model from a folder."""
     if importlib.util.find_spec("vllm") is None:
@@ -254,7 +262,7 @@ def steps_of(
         "teacher": ("seconds_score", work["teacher"]),
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
-    case = {"method": method} | ({} if over is None else {"over": over})
+    case = {"method": method, "tokens": sizes.response} | ({} if over is None else {"over": over})
     facts = {**median, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing} | sampled | reserved | compiling
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
