@@ -378,16 +378,21 @@ def test_the_trainer_uses_what_was_decided(checkpoint, tmp_path):
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations that tell the host how many elements a mask selects."""
+    """Counts the operations that tell the host how many elements a mask selects.
 
-    def __init__(self):
+    Args:
+        numbers: count also assignments of one number, which copy it to the device; a single row of a tensor cannot be told apart.
+    """
+
+    def __init__(self, numbers: bool = False):
         super().__init__()
-        self.count = 0
+        self.count, self.numbers = 0, numbers
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
         selects = name in ("index", "index_put_") and any(i is not None and i.dtype == torch.bool for i in args[1])
-        self.count += name == "nonzero" or selects
+        assigns = self.numbers and name == "index_put_" and args[2].dim() == 0
+        self.count += name == "nonzero" or selects or assigns
         return function(*args, **(kwargs or {}))
 
 
@@ -433,7 +438,7 @@ def test_nothing_waits_between_the_last_views_and_the_backward_pass(attribution)
         )
         for length, right in ((4, True), (8, False))
     ]
-    with Waits() as waits:
+    with Waits(numbers=True) as waits:
         output = first.attribute(teacher[first.over].repeat(2, 1, 1))
         student = ResponseStates(hidden, [4, 8])
         batch = MicroBatch(rollouts, [None, None], student, head=None, teacher=None)

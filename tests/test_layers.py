@@ -39,9 +39,9 @@ PROMPTS = [[5, 6, 7, 8, 9], [10, 11], [12], [13, 14, 15, 16, 17, 18, 19], [10, 1
 SAMPLING = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=24)
 
 
-def adapted(config, dtype: torch.dtype = torch.float32, **options):
+def adapted(config, dtype: torch.dtype = torch.float32, seed: int = 0, **options):
     """A model whose adapter, biases and norms all change what it computes."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = add_lora(AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32).to(dtype), **options).eval()
     model.get_base_model().generation_config.eos_token_id = None
     return with_values(model)

@@ -296,6 +296,9 @@ def _attend(
     query = tl.load(queries + at[None, :], mask=is_head[:, None], other=0.0)
     keys = KEY + tl.cast(sequence, tl.int64) * key_of_sequence + group * key_of_group
     values = VALUE + tl.cast(sequence, tl.int64) * value_of_sequence + group * value_of_group
+    largest = tl.full([ROWS], LEAST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, SIZE], tl.float32)
     if IS_NEW:
         partner = (at + SIZE // 2) % SIZE
         cos = tl.load(COS + sequence * cos_of_sequence + at).to(tl.float32)
@@ -309,19 +312,18 @@ def _attend(
         if new_column // span == part:
             tl.store(keys + new_column * key_of_column + at, new_key)
             tl.store(values + new_column * value_of_column + at, new_value)
-    largest = tl.full([ROWS], LEAST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, SIZE], tl.float32)
+            largest = tl.sum(query.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+            total += 1
+            sums += new_value.to(tl.float32)[None, :]
     for start in range(part * span, min(part * span + span, columns), BLOCK):
         column = start + tl.arange(0, BLOCK)
         exists = column < columns
+        if IS_NEW:
+            exists = exists & (column != new_column)
         visible = tl.load(VISIBLE + sequence * visible_of_sequence + column, mask=exists, other=0) != 0
         if tl.max(visible.to(tl.int32), 0) > 0:
             key = tl.load(keys + column[:, None] * key_of_column + at[None, :], mask=exists[:, None], other=0.0)
             value = tl.load(values + column[:, None] * value_of_column + at[None, :], mask=exists[:, None], other=0.0)
-            if IS_NEW:
-                is_new = (column == new_column)[:, None]
-                key, value = tl.where(is_new, new_key[None, :], key), tl.where(is_new, new_value[None, :], value)
             scores = tl.where(visible[None, :], tl.dot(query, tl.trans(key)) * scale, LEAST)
             before = largest
             largest = tl.maximum(before, tl.max(scores, 1))

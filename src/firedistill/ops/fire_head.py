@@ -282,7 +282,7 @@ class FirstPass:
             if loo_hidden is not None:
                 self.attribute_tokens(self.wrong[part], products, full, outside, loo_hidden[:, part][:, outside])
             else:
-                products[outside] = 0.0  # no gradient yet
+                products.index_fill_(0, outside, 0.0)  # no gradient yet
             over.append(outside + part.start)
         self.over = torch.cat(over)
         self.waiting = loo_hidden is None and len(self.over) > 0
@@ -385,7 +385,8 @@ class FirstPass:
     def allocate_attribution(self, fields: int) -> None:
         """All weight on the full teacher until the views are read."""
         alpha, self.statistics["field_energy"] = (self.undefined(n, len(self.hidden)) for n in (fields + 1, fields))
-        alpha[0, self.wrong], alpha[1:, self.wrong] = 1.0, 0.0
+        alpha[0].index_fill_(0, self.wrong, 1.0)  # an assignment would copy the number to the device, and wait
+        alpha[1:].index_fill_(1, self.wrong, 0.0)
         self.statistics["alpha"] = alpha
 
     def undefined(self, *shape: int) -> Tensor:

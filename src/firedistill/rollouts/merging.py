@@ -150,34 +150,35 @@ def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Modu
     bias = None if _base(adapters[0]).bias is None else _stacked([_base(adapter).bias for adapter in adapters])
     rows = [len(weight) for weight in weights]
     shape, device = (sum(rows), weights[0].shape[1]), weights[0].device
-    fits = type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device
-    merged = cast(nn.Linear, copy).weight.data if fits else weights[0].new_empty(shape)
+    if type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device:
+        merged = copy.weight.data
+        if bias is not None:
+            copy.bias.copy_(bias)
+    else:
+        copy, merged = None, weights[0].data.new_empty(shape)
     for part, adapter in zip(merged.split(rows), adapters, strict=True):
         merge_into(part, adapter)
-    if not fits:
-        kept[adapters[0]] = made = _linear(merged, bias)
-        return made
-    if bias is not None:
-        cast(nn.Linear, copy).bias.copy_(bias)
-    return cast(nn.Linear, copy)
+    if copy is None:
+        kept[adapters[0]] = copy = _linear(merged, bias)
+    return copy
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
+@torch.no_grad()
 def merged_weight(layer: lora.Linear) -> Tensor:
     """`W + s B A` in the type of W."""
-    found = torch.empty_like(_base(layer).weight, memory_format=torch.contiguous_format)
+    found = torch.empty_like(_base(layer).weight.data, memory_format=torch.contiguous_format)
     merge_into(found, layer)
     return found
 
 
-@torch.no_grad()
 def merge_into(found: Tensor, layer: lora.Linear) -> None:
     """Write `W + s B A` to a tensor of the shape and type of W; it is rounded once."""
-    base, names = _base(layer).weight, _active(layer)
-    factors = [(layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]) for name in names]
+    base, names = _base(layer).weight.data, _active(layer)
+    factors: list[Any] = [(layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]) for name in names]
     if len(factors) == 1 and kernels.takes_product(base, *factors[0][:2]):
         kernels.add_product(base, *factors[0], found)
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 Work = list[tuple[float, float]]
 """Operations and bytes of each phase."""
@@ -135,7 +136,7 @@ class Setting:
     tiny: bool
     folder: Path
     tests: Path | None = None
-    changes: Mapping[str, int] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
