@@ -179,8 +179,9 @@ def merge_into(found: Tensor, layer: lora.Linear) -> None:
     """Write `W + s B A` to a tensor of the shape and type of W; it is rounded once."""
     base, names = _base(layer).weight.data, _active(layer)
     factors: list[Any] = [(layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]) for name in names]
-    if len(factors) == 1 and kernels.takes_product(base, *factors[0][:2]):
-        kernels.add_product(base, *factors[0], found)
+    second, first, scale = factors[0]
+    if len(factors) == 1 and kernels.takes_product(base, second, first):
+        kernels.add_product(base, second, first, scale, found)
         return
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for second, first, scale in factors:
