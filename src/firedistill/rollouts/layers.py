@@ -95,6 +95,8 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         cos, sin: of the angles, `[B or 1, T, size]`.
     """
+    if kernels.takes_heads(states):
+        return kernels.rotate(states, cos, sin, states.shape[2])
     half = states.shape[-1] // 2
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     found = states * cos
