@@ -36,7 +36,7 @@ from firedistill.rollout import Sampling
 def waits(setting: Setting) -> Iterator[harness.Row]:
     """Operations that made the host wait for the device in a FIRE step, by the line of Python that called them.
 
-    Explicit synchronization, as of the clocks around sampling and scoring, is not counted by PyTorch.
+    Explicit synchronization, as at the end of a step, is not counted by PyTorch.
     """
     sizes, stack = setting.sizes, ExitStack()
     found: list[Counter[str]] = []
