@@ -300,7 +300,7 @@ def test_a_machine_without_a_compiler_samples_with_pytorch(monkeypatch, caplog):
 def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     """In float32, in the interpreter; layers of transformers use the attention alone."""
     used = set()
-    for name in ("one_query_attention", "new_token_attention", "silu_product", "normalized", "add_product"):
+    for name in ("one_query_attention", "new_token_attention", "rotate", "silu_product", "normalized", "add_product"):
         function = getattr(kernels, name)
         monkeypatch.setattr(kernels, name, lambda *args, name=name, of=function, **more: used.add(name) or of(*args, **more))
     model, tokenizer = adapted(FAMILIES[family]), byte_tokenizer()
@@ -319,8 +319,10 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     monkeypatch.setattr(kernels, "takes_states", lambda states: True)
     assert engine.generate(PROMPTS[:3], sampling, seed=3) == expected
     # A window takes keys from a cache that the kernels do not write to.
-    attends = "new_token_attention" if fuse and family != "mistral, window" else "one_query_attention"
-    assert used == {attends, "add_product", *({"silu_product", "normalized"} if fuse else ())}
+    of_a_layer = {"rotate", "silu_product", "normalized"} if fuse else set()
+    if fuse and family != "mistral, window":
+        of_a_layer.add("new_token_attention")
+    assert used == {"one_query_attention", "add_product", *of_a_layer}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 import time
-from contextlib import nullcontext
 from typing import ClassVar
 
 import numpy
@@ -97,7 +96,8 @@ class Clock:
     def __init__(self, enable_timing):
         self.reached = False
 
-    def record(self):
+    def record(self, stream):
+        assert stream == "the current one of cuda:1"
         self.recorded.append(self)
 
     def synchronize(self):
@@ -110,7 +110,12 @@ class Clock:
 
 
 def test_the_host_does_not_wait_for_the_times_of_a_gpu(monkeypatch):
-    for name, value in {"Event": Clock, "device": lambda device: nullcontext(), "synchronize": None, "recorded": []}.items():
+    for name, value in {
+        "Event": Clock,
+        "current_stream": lambda device: f"the current one of {device}",
+        "synchronize": None,
+        "recorded": [],
+    }.items():
         monkeypatch.setattr(Clock if name == "recorded" else torch.cuda, name, value)
     found, gpu = Metrics(), torch.device("cuda", 1)
     with found.timed("seconds_rollout", gpu), found.timed("seconds_score", gpu):

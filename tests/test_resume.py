@@ -69,18 +69,18 @@ def interrupted(
     return trainer
 
 
-ON_A_GPU = """
+TWO_RUNS = """
 import sys
 from pathlib import Path
+import pytest
 from killable import train
 from test_resume import die, interrupted
 model, folder = sys.argv[1], Path(sys.argv[2])
 more = {"use_cpu": "cpu" in sys.argv, "model_dtype": "bfloat16", "deterministic": True}
 train(model, folder / "whole", "fire", 4, **more)
-try:
+with pytest.raises(ConnectionResetError):
     interrupted(model, folder / "killed", 3, die, **more)
-except ConnectionResetError:
-    train(model, folder / "killed", "fire", 4, **more)
+train(model, folder / "killed", "fire", 4, **more)
 """
 
 
@@ -88,7 +88,7 @@ except ConnectionResetError:
 def test_a_deterministic_run_in_bfloat16_resumes_to_the_bit(device, model, tmp_path):
     """In a process of its own, whose libraries start in their deterministic mode."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", ON_A_GPU, model, tmp_path, device], env=env, check=True)
+    subprocess.run([sys.executable, "-c", TWO_RUNS, model, tmp_path, device], env=env, check=True)
     assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
     assert [row["step"] for row in read_jsonl(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3, 4]
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -309,8 +309,8 @@ def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(free, share, mo
     for name, function in {
         "mem_get_info": memory,
         "empty_cache": lambda: done.append("release"),
-        "device": lambda device: nullcontext(),
-        "Event": lambda enable_timing: SimpleNamespace(record=lambda: None),
+        "current_stream": lambda device: None,
+        "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None),
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
     engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8, weights="lora")

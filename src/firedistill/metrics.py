@@ -21,7 +21,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.sums: dict[str, list[Tensor]] = defaultdict(list)
-        self.counts: dict[str, Any] = defaultdict(int)
+        self.counts: dict[str, int | Tensor] = defaultdict(int)
         self.maxima: dict[str, Tensor] = {}
         self.totals: dict[str, Any] = defaultdict(int)
         self.seconds: dict[str, float] = defaultdict(float)
@@ -33,12 +33,13 @@ class Metrics:
         Args:
             where: which elements count; all by default.
         """
+        count = None if where is None else where.sum()
         for name, value in values.items():
             value = torch.as_tensor(value)
             if value.numel():
                 numbers = value.detach().float()
                 self.sums[name].append(numbers.sum() if where is None else numbers.where(where, 0.0).sum())
-                self.counts[name] += value.numel() if where is None else where.sum()
+                self.counts[name] += value.numel() if count is None else count
 
     def maximum(self, **values: Tensor | float) -> None:
         """Add values to maxima."""
@@ -60,11 +61,11 @@ class Metrics:
         On a GPU, the device reads the clock when it gets there, so that the host need not wait for it; `settle` reads the times.
         """
         if device.type == "cuda":
-            with torch.cuda.device(device):
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                yield
-                end.record()
+            stream = torch.cuda.current_stream(device)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(stream)
+            yield
+            end.record(stream)
             self.spans.append((name, start, end))
         else:
             began = time.perf_counter()
@@ -109,7 +110,7 @@ class Metrics:
 
 
 def over_processes(parts: Iterable[Metrics]) -> Metrics:
-    """The metrics of all processes as one: seconds are those of the slowest process."""
+    """The metrics of all processes, each of them `on_host`, as one: seconds are those of the slowest process."""
     parts = list(parts)
     joined = Metrics().merge(parts)
     joined.seconds = defaultdict(float, {name: max(part.seconds[name] for part in parts) for name in joined.seconds})

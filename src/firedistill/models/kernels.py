@@ -6,8 +6,8 @@
 - The sum of a matrix and the product of two factors, which merges an adapter.
 - The draw from a nucleus.
 
-They compute in float32 and round once, except that attention rounds the weights of the values to their type, and the draw cumulates
-integers. `docs/performance-gpu.md` has measurements.
+They compute in float32 and round once, except that attention rounds rotated queries and keys, and the weights of the values that it
+reads, to their type, and the draw cumulates integers. `docs/performance-gpu.md` has measurements.
 """
 
 from __future__ import annotations
@@ -84,42 +84,7 @@ def compiles(device: torch.device) -> bool:
     return True
 
 
-def one_query_attention(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """`softmax(scale Q K^T) V` of one query per head.
-
-    Args:
-        query: `[B, heads, 1, size]`.
-        key, value: `[B, groups, W, size]`; heads of the same group are neighbours.
-        visible: `[B, 1, 1, W]`, true where a key is visible, at least once per sequence.
-
-    Returns:
-        `[B, 1, heads, size]`.
-    """
-    return _in_parts(query, key, value, visible, scale)
-
-
-def new_token_attention(
-    projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, column: Tensor, visible: Tensor, scale: float
-) -> Tensor:
-    """Rotary embedding (pairs of coordinates i and i + size / 2), write to the cache, and attention, of a token per sequence.
-
-    Args:
-        projected: `[B, 1, heads + 2 groups, size]`: queries, keys, values.
-        cos, sin: of the angles, `[B or 1, 1, size]`.
-        keys, values: `[B, groups, W, size]`, of all tokens; those of this one are written to a column.
-        column: `[1]` int64.
-        visible: `[B, 1, 1, W]`, true where a key is visible, as it is at this column.
-
-    Returns:
-        `[B, 1, heads, size]`.
-    """
-    count, _, heads, size = projected.shape
-    query = projected.contiguous().transpose(1, 2)[:, : heads - 2 * keys.shape[1]]
-    cos, sin = cos.contiguous().expand(count, 1, size), sin.contiguous().expand(count, 1, size)
-    return _in_parts(query, keys, values, visible, scale, (cos, sin, column))
-
-
-def _in_parts(
+def one_query_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +92,18 @@ def _in_parts(
     scale: float,
     of_new_token: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`of_new_token` are `cos`, `sin` and `column` where a key and a value lie behind the queries in memory."""
+    """`softmax(scale Q K^T) V` of one query per head.
+
+    Args:
+        query: `[B, heads, 1, size]`.
+        key, value: `[B, groups, W, size]`; heads of the same group are neighbours.
+        visible: `[B, 1, 1, W]`, true where a key is visible, at least once per sequence.
+        of_new_token: `cos`, `sin` and `column`, as `new_token_attention` takes them, where the new keys and values lie behind the
+            queries in memory.
+
+    Returns:
+        `[B, 1, heads, size]`.
+    """
     count, heads, _, size = query.shape
     groups, columns = key.shape[1:3]
     visible = visible.expand(count, 1, 1, columns)
@@ -155,6 +131,27 @@ def _in_parts(
         )
         _combine[(count * heads,)](sums, statistics, found, parts, PARTS=triton.next_power_of_2(parts), SIZE=size, LEAST=LEAST)
     return found
+
+
+def new_token_attention(
+    projected: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, column: Tensor, visible: Tensor, scale: float
+) -> Tensor:
+    """Rotary embedding (pairs of coordinates i and i + size / 2), write to the cache, and attention, of a token per sequence.
+
+    Args:
+        projected: `[B, 1, heads + 2 groups, size]`: queries, keys, values.
+        cos, sin: of the angles, `[B or 1, 1, size]`.
+        keys, values: `[B, groups, W, size]`, of all tokens; those of this one are written to a column.
+        column: `[1]` int64.
+        visible: `[B, 1, 1, W]`, true where a key is visible, as it is at this column.
+
+    Returns:
+        `[B, 1, heads, size]`.
+    """
+    count, _, heads, size = projected.shape
+    query = projected.contiguous().transpose(1, 2)[:, : heads - 2 * keys.shape[1]]
+    cos, sin = cos.contiguous().expand(count, 1, size), sin.contiguous().expand(count, 1, size)
+    return one_query_attention(query, keys, values, visible, scale, (cos, sin, column))
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:

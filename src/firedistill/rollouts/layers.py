@@ -65,7 +65,11 @@ class FusedLayer(nn.Module):
             found = kernels.new_token_attention(projected, *position_embeddings, *cache, attention_mask, self.scaling)
         else:
             both, value = projected.split((self.heads + self.groups, self.groups), 2)
-            query, key = rotated(both, *position_embeddings).transpose(1, 2).split((self.heads, self.groups), 1)
+            if kernels.takes_heads(both):
+                both = kernels.rotate(both, *position_embeddings, both.shape[2])
+            else:
+                both = rotated(both, *position_embeddings)
+            query, key = both.transpose(1, 2).split((self.heads, self.groups), 1)
             value = value.transpose(1, 2)
             if past_key_values is not None:
                 key, value = past_key_values.update(key, value, self.index)
@@ -95,8 +99,6 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         cos, sin: of the angles, `[B or 1, T, size]`.
     """
-    if kernels.takes_heads(states):
-        return kernels.rotate(states, cos, sin, states.shape[2])
     half = states.shape[-1] // 2
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     found = states * cos
