@@ -17,7 +17,8 @@ INTRODUCTION = f"""\
 # On a GPU: measurements
 
 `firedistill bench gpu` makes this page from the `.json` files beside it. Times are medians; runs to warm up are left out. The clock
-waits until the device has finished, except that events of the device time sampling and teacher of a step. Models have random weights at the shapes of Qwen2.5.
+waits until the device has finished, except that events of the device time sampling and teacher of a step. Models have random weights
+at the shapes of Qwen2.5.
 
 A **floor** is the least time that the work can take: each phase takes its operations at the measured rate of a large product in
 bfloat16, or its bytes at the measured bandwidth of a copy, whichever takes longer. "x floor" is the measured time over it, **bold**

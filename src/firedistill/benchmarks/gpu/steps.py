@@ -263,13 +263,8 @@ def steps_of(
         "student, head, optimizer": ("seconds_update", work["update"]),
     }
     case = {"method": method, "tokens": sizes.response} | ({} if over is None else {"over": over})
-    warm_up = {"warm_up_steps": sizes.warm_up_steps}
-    facts = (
-        {**median, **warm_up, "step_scale": scale, "steps": len(rows), "checkpointing": checkpointing}
-        | sampled
-        | reserved
-        | compiling
-    )
+    steps = {"warm_up_steps": sizes.warm_up_steps, "steps": len(rows), "step_scale": scale, "checkpointing": checkpointing}
+    facts = median | steps | sampled | reserved | compiling
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
