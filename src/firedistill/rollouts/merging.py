@@ -147,7 +147,7 @@ def projections(layer: Any) -> list[list[lora.Linear]]:
 def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Module]) -> nn.Module:
     """One plain layer with the rows of all of these; the one in `kept` for them where it fits."""
     weights, copy = [_base(adapter).weight for adapter in adapters], kept.get(adapters[0])
-    bias = None if _base(adapters[0]).bias is None else _stacked([_base(adapter).bias for adapter in adapters])
+    bias = None if _base(adapters[0]).bias is None else torch.cat([_base(adapter).bias for adapter in adapters])
     rows = [len(weight) for weight in weights]
     shape, device = (sum(rows), weights[0].shape[1]), weights[0].device
     if type(copy) is nn.Linear and copy.weight.shape == shape and copy.weight.device == device:
@@ -161,10 +161,6 @@ def merged_linear(adapters: Sequence[lora.Linear], kept: dict[nn.Module, nn.Modu
     if copy is None:
         kept[adapters[0]] = copy = _linear(merged, bias)
     return copy
-
-
-def _stacked(tensors: list[Tensor]) -> Tensor:
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
 
 
 @torch.no_grad()
