@@ -732,14 +732,22 @@ def test_the_page_names_hardware_floors_and_what_is_slow():
 
     spread = {"median": 0.004, "min": 0.003, "max": 0.005}
     fast = {"case": {"batch": 1}, "variant": "merged", "seconds": spread, "work": [[0, 8e9]], "peak_mib": 12.3}
-    slow = {"case": {"batch": 8}, "variant": "a|b", "seconds": spread, "work": [[0, 2e9]], "details": {"tokens": 112}}
-    text = page(
-        [record("ceilings", CEILINGS), record("decoding", [fast, slow]), record("head", [], state="failed", error="OOM")]
-    )
+    slow = {
+        "case": {"batch": 8},
+        "variant": "as in training",
+        "seconds": spread,
+        "work": [[0, 2e9]],
+        "details": {"tokens": 112},
+    }
+    other = slow | {"variant": "a|b"}
+    phase = {"case": {"method": "fire"}, "variant": "teacher", "seconds": spread, "work": [[0, 4e9]]}
+    failed = record("head", [], state="failed", error="OOM")
+    text = page([record("ceilings", CEILINGS), record("decoding", [fast, slow, other]), record("step-3b", [phase]), failed])
     assert "H200 (140 GiB, driver 580, CUDA 13.0); torch 2.11.0" in text and "revision abc, source def" in text
     assert "| batch 1 | merged | 4 ms | 3 ms | 5 ms | 2 ms | 2.00 | 12 |  |" in text
     assert r"| batch 8 | a\|b | 4 ms | 3 ms | 5 ms | 500 µs | **8.00** |  | tokens 112 |" in text
-    assert "1 measurements take more than 3 times their floor:\n\n- 8.0: decoding" in text
+    expected = ["- 8.0: decoding: as in training (batch 8)", "- 4.0: step-3b: teacher (method fire)"]
+    assert "2 rows take more than 3 times their floor:\n\n" + "\n".join(expected) + "\n\n## " in text
     assert "- head: failed: OOM" in text
     assert "no floors" in page([record("decoding", [fast])])
 

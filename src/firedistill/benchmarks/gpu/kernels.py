@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from firedistill.benchmarks import fire_head, harness
-from firedistill.benchmarks.gpu.sizes import Setting, Work
+from firedistill.benchmarks.gpu.sizes import AS_IN_TRAINING, Setting, Work
 from firedistill.benchmarks.gpu.timing import Variant, repeated, row_of, timed
 from firedistill.config import SelfDistillConfig
 from firedistill.ops import fire_head_loss
@@ -180,7 +180,7 @@ def head(setting: Setting) -> Iterator[harness.Row]:
         facts = {"tokens_over_radius": problem.tokens_over_radius}
         training = partial(fire_head.run_two_passes, problem, log_prob_floor=FLOOR)
         of_training = {
-            "as in training": Variant(training, work, facts, memory=True),
+            AS_IN_TRAINING: Variant(training, work, facts, memory=True),
             NOT_COMPILED: Variant(partial(without_compiling, training), work, facts, memory=True),
             "full context": Variant(
                 partial(fire_head.run_full_context, problem, log_prob_floor=FLOOR),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from firedistill.benchmarks import gpu, parts
+from firedistill.benchmarks.gpu.sizes import AS_IN_TRAINING
 from firedistill.files import write_text
 
 PAGE = "gpu.md"
@@ -109,7 +110,7 @@ def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
 
 
 def slow_lines(records: Sequence[parts.Record], rates: tuple[float, float] | None) -> Iterator[str]:
-    """What is slower than `SLOW` times its floor, the slowest first."""
+    """What of a training step takes more than `SLOW` times its floor, the slowest first."""
     if rates is None:
         yield "Without the part `ceilings` there are no floors."
         return
@@ -117,12 +118,15 @@ def slow_lines(records: Sequence[parts.Record], rates: tuple[float, float] | Non
     slow = [
         (times, f"{record['part']}: {row['variant']} ({case_text(row)})")
         for record in records
-        if record["part"] != "ceilings"
         for row in record["rows"]
+        if record["part"].startswith("step-") or row["variant"] == AS_IN_TRAINING
         if (times := times_floor(row, rates)) is not None and times > SLOW
     ]
     yield ""
-    yield f"{len(slow)} measurements take more than {SLOW:g} times their floor" + (":" if slow else ".")
+    heading = (
+        f"Of steps, and of what other parts measure as in training, {len(slow)} rows take more than {SLOW:g} times their floor"
+    )
+    yield heading + (":" if slow else ".")
     yield ""
     for times, text in sorted(slow, reverse=True):
         yield f"- {times:.1f}: {cell(text)}"

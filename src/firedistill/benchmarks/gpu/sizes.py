@@ -10,6 +10,8 @@ from typing import Any
 Work = list[tuple[float, float]]
 """Operations and bytes of each phase."""
 
+AS_IN_TRAINING = "as in training"  # the variant of a part that training uses
+
 
 @dataclass(frozen=True)
 class Shape:

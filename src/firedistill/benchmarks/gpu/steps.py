@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, MeasuredTrainer, random_model, trainer_of, wrong_rollouts
-from firedistill.benchmarks.gpu.sizes import Setting, Shape, Sizes, Work
+from firedistill.benchmarks.gpu.sizes import AS_IN_TRAINING, Setting, Shape, Sizes, Work
 from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
 from firedistill.benchmarks.parts import Skipped
 from firedistill.benchmarks.prescribed import student_states
@@ -40,7 +40,6 @@ MODES = {
     "unmerged, graph": (False, False, True),
     "merged, fused layers, no graph": (True, True, False),
 }
-AS_IN_TRAINING = "as in training"
 
 
 def switched(engine: Any, names: Iterable[str]) -> Iterator[str]:
@@ -150,7 +149,7 @@ def scoring(setting: Setting) -> Iterator[harness.Row]:
                     teacher.limit.size, teacher.share_prefixes = usual
 
             facts = {"tokens": sum(lengths)}
-            variants = {"as in training": Variant(partial(read, *usual), work, facts, memory=True)}
+            variants = {AS_IN_TRAINING: Variant(partial(read, *usual), work, facts, memory=True)}
             for limit in sizes.per_forward:
                 variants[f"batches of {limit} tokens"] = Variant(partial(read, limit, False), work, facts, memory=True)
             variants["shared prefixes"] = Variant(partial(read, usual[0], True), work, facts)
