@@ -577,6 +577,18 @@ def test_decoding_is_measured_in_every_mode_of_the_engine():
         assert seen == {name: mode for name, mode in steps.MODES.items() if engine is at_fixed_addresses or not mode[2]}
 
 
+def test_long_responses_have_a_context_that_holds_them(monkeypatch, tmp_path):
+    """At the sizes for a GPU: the tiny ones fit into the default."""
+    asked: list[tuple[int, dict]] = []
+    monkeypatch.setattr(steps, "steps_of", lambda setting, *more, **given: asked.append((setting.sizes.response, given)) or [])
+    assert list(steps.long_responses(Setting("cpu", False, tmp_path))) == []
+    assert [response for response, _ in asked] == [1024, 4096]
+    prompt = FULL_GPU.prompt + max(FULL_GPU.fields) * len(FULL_GPU.fields)
+    for response, given in asked:
+        budget = SelfDistillConfig(output_dir=str(tmp_path / "run"), max_new_tokens=response, use_cpu=True, **given).budget
+        assert budget.context - response > 1.2 * prompt, "prompts are up to 1.2 times as long as `sizes.prompt`"
+
+
 @pytest.mark.parametrize("captures", [True, False])
 def test_decoding_without_graphs_comes_last_and_once(captures, monkeypatch, tmp_path):
     """Before it, every batch size by graphs, and long prompts with what a GPU does in training."""

@@ -57,7 +57,7 @@ def test_numbers_of_responses_reach_their_tokens_without_a_wait():
     """A device without values shows that the host knows their number."""
     lengths, values = [2, 0, 3], [True, False, 7]
     found = ResponseStates(torch.empty(5, 4), lengths).per_token(values)
-    assert found.tolist() == [1, 1, 7, 7, 7] and found.dtype == torch.long
+    assert found.tolist() == [1, 1, 7, 7, 7] and found.dtype == torch.float32
     assert ResponseStates(torch.empty(5, 4, device="meta"), lengths).per_token(values).shape == (5,)
 
 

@@ -619,7 +619,7 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
     config = unwrap(setup.model).config
     attention = config._attn_implementation
     if not args.attn_implementation:
-        attention += f", the default {'for cpu' if attention == NAME else 'of transformers'}"
+        attention += f", the default {f'for {device.type}' if attention == NAME else 'of transformers'}"
     if device.type == "cuda":
         attention += ", without cuDNN's kernels"
     views = "shared prefixes once" if shares_prefixes(args.share_prefixes, setup.model, device) else "in batches"

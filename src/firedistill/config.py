@@ -242,8 +242,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     attn_implementation: str | None = model_setting(
         None,
-        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa; on CPUs "
-        "'firedistill', attention by matrix products in bfloat16.",
+        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa, and 'firedistill' on CPUs and "
+        "for float32, which in bfloat16 computes it by matrix products.",
         effect="rounding",
     )
     fsdp_size: int | None = model_setting(

@@ -18,11 +18,11 @@ from torch.utils.data import Dataset
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
 from firedistill.objectives import Objective
+from firedistill.objectives.batches import sampled_log_probs
 from firedistill.ops import Head
-from firedistill.ops.head import chunks
 from firedistill.prompts import TokenBudget, field_groups, fit_feedback, grouped, joined
 from firedistill.rollout import Rollout
-from firedistill.tasks import Example, Task
+from firedistill.tasks import Example
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.teacher import Teacher
 
@@ -69,7 +69,6 @@ def step_seed(seed: int, step: int, process: int = 0) -> int:
     return ((seed * 1_000_003 + step) * 1_009 + process) % 2**63
 
 
-@torch.no_grad()
 def engine_gap(student: ResponseStates, rollouts: Sequence[Rollout], head: Head) -> Tensor:
     """Log-probability of each sampled token under the engine's model minus that under the student; `[N]` float32.
 
@@ -80,14 +79,12 @@ def engine_gap(student: ResponseStates, rollouts: Sequence[Rollout], head: Head)
         student: states of the responses.
         head: the student's, at temperature 1.
     """
-    gaps = [torch.empty(0)]
-    for hidden, rollout in zip(student.hidden.split(student.lengths), rollouts, strict=True):
-        if engine := rollout.response.log_probs:
-            sampled, ids = hidden[-len(engine) :], torch.tensor(rollout.response_ids[-len(engine) :], device=hidden.device)
-            for rows in chunks(sampled, head):
-                ours = head(sampled[rows]).log_softmax(-1).gather(-1, ids[rows, None])[:, 0]
-                gaps.append(torch.tensor(engine[rows]) - ours.float().cpu())
-    return torch.cat(gaps)
+    gaps = [
+        torch.tensor(engine) - ours[-len(engine) :].float()
+        for rollout, ours in zip(rollouts, sampled_log_probs(head, student, rollouts), strict=True)
+        if (engine := rollout.response.log_probs)
+    ]
+    return torch.cat([torch.empty(0), *gaps])
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
@@ -108,9 +105,10 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     return metrics
 
 
-def begin_feedback(rollout: Rollout, task: Task) -> Any:
+def begin_feedback(rollout: Rollout, teacher: Teacher) -> Any:
     """Begin the feedback about a response where it runs beside the caller (`GuardedTask.begins`); None where it does not."""
-    if not isinstance(task, GuardedTask):
+    task = teacher.task
+    if not (teacher.feedback and isinstance(task, GuardedTask)):
         return None
     return task.begin("feedback", rollout.example, rollout.response.text, rollout.verdict)
 
@@ -176,45 +174,44 @@ def select_rollouts(
     """
     selection, rollouts = Selection(), list(rollouts)
     reasons = [reason_to_leave_out(rollout, objective, drop_unfinished) for rollout in rollouts]
-    begun = [  # all of them, before the first one is waited for
-        begin_feedback(rollout, teacher.task)
-        if reason is None and teacher.feedback and objective.needs_teacher(rollout)
-        else None
-        for rollout, reason in zip(rollouts, reasons, strict=True)
-    ]
+    scored = [i for i, reason in enumerate(reasons) if reason is None and objective.needs_teacher(rollouts[i])]
+    begun = [begin_feedback(rollouts[i], teacher) for i in scored]  # all of them, before the first one is waited for
     # Prompts are tokenized together: all full views, then the other views of those that fit.
-    for i, call in enumerate(begun):
-        if reasons[i] is None and objective.needs_teacher(rollouts[i]):
-            try:
-                rollouts[i], cut = add_feedback(rollouts[i], teacher, budget.feedback, call)
-                teacher.render(rollouts[i], ["full"])
-            except TaskFault as fault:
-                reasons[i] = failed_feedback(fault)
-            else:
-                if cut:
-                    uid = rollouts[i].example.uid
-                    selection.metrics.total(cut_feedback_fields=len(cut))
-                    logger.warning("%s: feedback over %d tokens; cut: %s", uid, budget.feedback, ", ".join(cut))
-    for i, rollout in enumerate(rollouts):
-        if reasons[i] is None and objective.needs_teacher(rollout):
-            if teacher.view_tokens(rollout, "full") > budget.context:
-                logger.warning("%s left out: its teacher view is longer than max_context_tokens", rollout.example.uid)
-                reasons[i] = "skipped_over_budget"
-                continue
-            try:
-                teacher.render(rollout, objective.views(rollout))
-            except TaskFault as fault:
-                reasons[i] = failed_feedback(fault)
-    for rollout, reason in zip(rollouts, reasons, strict=True):
+    for i, call in zip(scored, begun, strict=True):
+        try:
+            rollouts[i], cut = add_feedback(rollouts[i], teacher, budget.feedback, call)
+            teacher.render(rollouts[i], ["full"])
+        except TaskFault as fault:
+            reasons[i] = failed_feedback(fault)
+        else:
+            note_cut(selection.metrics, rollouts[i].example, cut, budget.feedback)
+    fitting = [i for i in scored if reasons[i] is None]
+    for i in fitting:
+        if teacher.view_tokens(rollouts[i], "full") > budget.context:
+            logger.warning("%s left out: its teacher view is longer than max_context_tokens", rollouts[i].example.uid)
+            reasons[i] = "skipped_over_budget"
+            continue
+        try:
+            teacher.render(rollouts[i], objective.views(rollouts[i]))
+        except TaskFault as fault:
+            reasons[i] = failed_feedback(fault)
+    for i, (rollout, reason) in enumerate(zip(rollouts, reasons, strict=True)):
         selection.rollouts.append(rollout)
         if reason is None:
-            views = objective.views(rollout) if objective.needs_teacher(rollout) else []
+            views = objective.views(rollout) if i in scored else []
             naive = sum(teacher.view_tokens(rollout, view) for view in views)
             selection.trained.append(rollout)
             selection.metrics.total(naive_teacher_tokens=naive)
         elif reason:
             selection.metrics.total(**{reason: 1})
     return selection
+
+
+def note_cut(metrics: Metrics, example: Example, cut: Sequence[str], max_tokens: int) -> None:
+    """Count and log the fields of feedback that were cut to `max_tokens` in all."""
+    if cut:
+        metrics.total(cut_feedback_fields=len(cut))
+        logger.warning("%s: feedback over %d tokens; cut: %s", example.uid, max_tokens, ", ".join(cut))
 
 
 def failed_feedback(fault: TaskFault) -> str:

@@ -19,6 +19,7 @@ from firedistill.metrics import Metrics
 from firedistill.models.tokens import end_of_turn_id
 from firedistill.prompts import fit_feedback, student_messages, teacher_messages
 from firedistill.rollout import Response, Rollout
+from firedistill.step import note_cut
 from firedistill.tasks import Example, Verdict
 from firedistill.tasks.guard import TaskFault
 from firedistill.trainer import SelfDistillTrainer
@@ -85,9 +86,7 @@ class WarmStartTrainer(SelfDistillTrainer):
                 metrics.total(failed_feedback=1)
             else:
                 fitted, cut = fit_feedback(feedback, self.encoder, budget.feedback)
-                if cut:
-                    metrics.total(cut_feedback_fields=len(cut))
-                    logger.warning("%s: feedback over %d tokens; cut: %s", example.uid, budget.feedback, ", ".join(cut))
+                note_cut(metrics, example, cut, budget.feedback)
                 messages, most = teacher_messages(self.task, example, fitted), budget.prompt + budget.feedback
         solution_ids = [*self.encoder.encode_text(example.solution), self.stop_id]
         response = Response(solution_ids, example.solution, finished=True)

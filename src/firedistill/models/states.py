@@ -34,15 +34,14 @@ class ResponseStates:
 
     def token_weights(self) -> Tensor:
         """`1 / M_i` at every token of response i; `[M]` float32 (float64 for float64 states)."""
-        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
-        weights = [torch.full((length,), 1.0 / max(length, 1), dtype=dtype) for length in self.lengths]
-        return torch.cat(weights or [torch.empty(0, dtype=dtype)]).to(self.hidden.device)
+        return self.per_token([1.0 / max(length, 1) for length in self.lengths])
 
-    def per_token(self, values: Sequence[int]) -> Tensor:
-        """One integer per response, at every token of it; `[M]`."""
-        each, lengths = (torch.tensor(list(x), dtype=torch.long) for x in (values, self.lengths))
+    def per_token(self, values: Sequence[float | Tensor]) -> Tensor:
+        """One value per response, a number (repeated for each of its tokens) or a `[T]` tensor, end to end; `[M]`, at least float32."""
+        dtype = torch.promote_types(self.hidden.dtype, torch.float32)
+        parts = [torch.as_tensor(value, dtype=dtype).expand(n) for value, n in zip(values, self.lengths, strict=True)]
         # Made on the host, which does not wait for the device then.
-        return each.repeat_interleave(lengths).to(self.hidden.device, non_blocking=True)
+        return torch.cat(parts or [torch.empty(0, dtype=dtype)]).to(self.hidden.device, non_blocking=True)
 
     @staticmethod
     def concatenate(states: Sequence[ResponseStates]) -> ResponseStates:

@@ -116,12 +116,7 @@ class MicroBatch:
 
     def per_token(self, values: Sequence[float | Tensor]) -> Tensor:
         """One value per rollout, a number (repeated for each of its tokens) or a `[T]` tensor, end to end; `[M]`, at least float32."""
-        dtype = torch.promote_types(self.student.hidden.dtype, torch.float32)
-        parts = [
-            torch.as_tensor(value, dtype=dtype).expand(len(rollout.response_ids))
-            for value, rollout in zip(values, self.rollouts, strict=True)
-        ]
-        return torch.cat(parts or [torch.empty(0, dtype=dtype)]).to(self.student.hidden.device)
+        return self.student.per_token(values)
 
     def token_loss(self, token_weights: Tensor, token_loss: TokenLoss) -> Tensor:
         """`sum_it w_it loss_it` over all tokens.

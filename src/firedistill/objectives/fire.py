@@ -274,7 +274,7 @@ class Fire(Objective):
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Algorithm 1: what `sft_weight` and `fire_target` state, without building a target."""
-        wrong = batch.wrong.rollouts
+        wrong = [rollout for rollout in batch.rollouts if not rollout.verdict.correct]
         correct = batch.student.per_token([rollout.verdict.correct for rollout in batch.rollouts]).bool()
         full = batch.teacher.full(wrong, keep=self.attribution)
         first = first_pass(
@@ -312,7 +312,7 @@ class Fire(Objective):
         metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho).where(output.rho > 0, 0.0))
         if not self.attribution:
             return metrics
-        for names, group in by_views(batch.wrong.rollouts).items():
+        for names, group in by_views([rollout for rollout in batch.rollouts if not rollout.verdict.correct]).items():
             tokens = batch.student.per_token([rollout in group for rollout in batch.rollouts]).bool()
             for j, name in enumerate(names):
                 scored = j < len(output.field_energy)

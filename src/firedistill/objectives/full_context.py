@@ -59,5 +59,5 @@ class FullContext(Objective):
             metrics.mean(alpha_full=output.alpha[0])
         if self.projection:
             metrics.mean(eta=output.eta, projected=output.eta < 1)
-            metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho)[output.rho > 0])
+            metrics.maximum(max_bound_ratio=(output.gradient_norm / output.rho).where(output.rho > 0, 0.0))
         return output.loss, metrics

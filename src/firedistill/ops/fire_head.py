@@ -600,7 +600,9 @@ class StudentDistributions:
         """
         x = eta.unsqueeze(-1) * ratio
         terms = torch.expm1(-x).add_(x).mul_(self.p)
-        if not torch.compiler.is_compiling() and x.amin() >= -FAR:  # compiled code has no branch for it
+        # The shorter way to the same bits. Compiled code has no branch for it, and a single row, which is never compiled, does not
+        # make the host wait.
+        if not torch.compiler.is_compiling() and len(x) > 1 and x.amin() >= -FAR:
             return terms.sum(-1).log1p()
         weight, log_p = eta.unsqueeze(-1), self.shifted - self.log_normalizer
         constant = log_p.gather(-1, self.top) - target.gather(-1, self.top) - ratio.gather(-1, self.top)

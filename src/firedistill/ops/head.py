@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +37,7 @@ class Head(nn.Module):
         scale: logits are multiplied by it (Cohere's `logit_scale`; the inverse of Granite's `logits_scaling`).
         temperature: logits are divided by it (`score_temperature`).
         override: parameters that replace the projection's own (the EMA teacher of a trained head).
+        rows: V, where the last rows of the projection stand for no token: models of a family fill up their vocabularies differently.
     """
 
     def __init__(
@@ -46,23 +48,31 @@ class Head(nn.Module):
         scale: float = 1.0,
         temperature: float = 1.0,
         override: Mapping[str, Tensor] | None = None,
+        rows: int | None = None,
     ):
         super().__init__()
         self.projection = projection
         self.softcap, self.scale, self.temperature = softcap, scale, temperature
-        self.override = dict(override or {})
+        self.override, self.rows = dict(override or {}), rows
 
     @classmethod
-    def of(cls, causal_lm: PreTrainedModel, temperature: float = 1.0, override: Mapping[str, Tensor] | None = None) -> Head:
-        """The head of a `transformers` causal language model."""
+    def of(
+        cls,
+        causal_lm: PreTrainedModel,
+        temperature: float = 1.0,
+        override: Mapping[str, Tensor] | None = None,
+        rows: int | None = None,
+    ) -> Head:
+        """The head of a `transformers` causal language model; `temperature`, `override` and `rows` as in the constructor."""
         config = causal_lm.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0
         if getattr(config, "logits_scaling", None):
             scale = 1.0 / config.logits_scaling
         softcap = getattr(config, "final_logit_softcapping", None)
+        settings: dict[str, Any] = {"softcap": softcap, "scale": scale, "temperature": temperature, "rows": rows}
         if steps := lockstep(causal_lm):
-            return cls.of_weight(**steps.head, softcap=softcap, scale=scale, temperature=temperature)
-        return cls(causal_lm.get_output_embeddings(), softcap=softcap, scale=scale, temperature=temperature, override=override)
+            return cls.of_weight(**steps.head, **settings)
+        return cls(causal_lm.get_output_embeddings(), override=override, **settings)
 
     @classmethod
     def of_weight(cls, weight: Tensor, bias: Tensor | None = None, **settings: Any) -> Head:
@@ -77,9 +87,8 @@ class Head(nn.Module):
 
     def project(self, hidden: Tensor) -> Tensor:
         """The first half of `forward`: `[..., H]` hidden states to `[..., V]` products with the output embedding, in its dtype."""
-        if self.override:
-            return torch.func.functional_call(self.projection, self.override, (hidden,))
-        return self.projection(hidden)
+        project = partial(torch.func.functional_call, self.projection, self.override) if self.override else self.projection
+        return project(hidden) if self.rows is None else project(hidden)[..., : self.rows]
 
     def logits(self, projected: Tensor) -> Tensor:
         """The second half of `forward`, token by token, in float32 or float64."""
@@ -103,7 +112,7 @@ class Head(nn.Module):
 
     @property
     def vocabulary_size(self) -> int:
-        return cast(Tensor, self.projection.weight).shape[0]
+        return self.rows or cast(Tensor, self.projection.weight).shape[0]
 
     @property
     def trained(self) -> list[Tensor]:

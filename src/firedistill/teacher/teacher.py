@@ -95,11 +95,8 @@ class Teacher:
     def head(self) -> Head:
         """The language-model head under the teacher's weights: the student's own unless the head is trained."""
         causal_lm = unwrap(self.model)
-        head = CutHead if self.vocabulary_size is not None else Head
-        found = head.of(causal_lm, self.temperature, self.weights.values_for(causal_lm.get_output_embeddings()))
-        if isinstance(found, CutHead):
-            found.rows = self.vocabulary_size
-        return found
+        override = self.weights.values_for(causal_lm.get_output_embeddings())
+        return Head.of(causal_lm, self.temperature, override, rows=self.vocabulary_size)
 
     # ---- Prompts -------------------------------------------------------------------------------------------------------------------
 
@@ -266,23 +263,6 @@ class Teacher:
         states = score_responses(self.model, prompts, responses, max_tokens=self.limit.size)
         self.metrics.total(teacher_tokens=sum(map(len, prompts)) + sum(map(len, responses)))
         return [states.select(range(v * len(rollouts), (v + 1) * len(rollouts))) for v in range(len(views))]
-
-
-class CutHead(Head):
-    """A head without its last rows, which stand for no token: models of a family fill up their vocabularies differently.
-
-    Attributes:
-        rows: V, how many are left.
-    """
-
-    rows: int | None = None
-
-    def project(self, hidden: Tensor) -> Tensor:
-        return super().project(hidden)[..., : self.rows]
-
-    @property
-    def vocabulary_size(self) -> int:
-        return self.rows or super().vocabulary_size
 
 
 def waves(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -197,7 +197,9 @@ def long_responses(setting: Setting) -> Iterator[harness.Row]:
     shape = setting.sizes.shapes["1.5b"]
     for response in setting.sizes.long_responses:
         longer = replace(setting, changes={"response": response, "warm_up_steps": 1, "steps": 2})
-        yield from steps_of(longer, shape, partial(random_model, shape, setting.device), FIRE, 0.1)
+        context = response + 2048  # more than the teacher's prompts
+        model = partial(random_model, shape, setting.device)
+        yield from steps_of(longer, shape, model, FIRE, 0.1, max_context_tokens=context)
 
 
 def step_with_vllm(setting: Setting) -> Iterator[harness.Row]:
