@@ -188,7 +188,8 @@ def test_float32_where_a_device_does_not_multiply_bfloat16(multiplies, share, ch
     on_gpu = changes.get("device") == GPU
     monkeypatch.setattr(setup, "total_memory", lambda: 0 if on_gpu else share * size)
     monkeypatch.setattr(setup, "unused_memory", lambda device: share * size if device == GPU else 0)
-    args = open_settings(**{"device": torch.device("cpu"), "model_dtype": "auto", "quantization": None, **changes})
+    given = {"device": torch.device("cpu"), "model_dtype": "auto", "model_revision": None, "quantization": None}
+    args = open_settings(**given | changes)
     decided = setup.decide_dtype(args, checkpoint)
     assert args.model_dtype == expected
     assert [text.partition(":")[0] for text in decided.values()] == ([] if "model_dtype" in changes else [expected])

@@ -103,7 +103,7 @@ def test_local_checkpoint(tmp_path, kind, monkeypatch):
 
 def test_dtype_and_attention(tmp_path):
     save(tmp_path)
-    model, _ = load_model_and_tokenizer(str(tmp_path), dtype="float32", attn_implementation="eager", revision="ignored")
+    model, _ = load_model_and_tokenizer(str(tmp_path), dtype="float32", attn_implementation="eager")
     assert model.dtype == torch.float32
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ModelError, match="unknown dtype 'int3'"):
@@ -434,6 +434,14 @@ def test_the_missing_shards_of_an_index_are_downloaded_and_nothing_else(tmp_path
     load_model_and_tokenizer("org/model", revision="v1")
     assert asked[2:] == [small], "a complete model needs no second request"
     assert add_lora(model).peft_config["default"].revision == "v1"
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path):
+    save(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"model_revision is v1, but the model is the folder .*: leave it out, or name a hub id"
+    ):
+        load_model_and_tokenizer(str(tmp_path), revision="v1")
 
 
 # LoRA

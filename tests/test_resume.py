@@ -274,7 +274,18 @@ def test_settings_that_affect_the_result_or_its_rounding_are_compared():
     found = differences({"settings": settings}, {"settings": dict.fromkeys(settings, "other")}, config)
     assert found["seed"] == "seed was 0, is 'other'"
     assert settings.keys() - found.keys() == {
-        *("model", "teacher", "initial_adapter", "judge", "data_dir", "output_dir", "project", "report_to", "use_cpu"),
+        *(
+            "model",
+            "model_revision",
+            "teacher",
+            "initial_adapter",
+            "judge",
+            "data_dir",
+            "output_dir",
+            "project",
+            "report_to",
+            "use_cpu",
+        ),
         "task_timeout",
         *(
             "eval_steps",

@@ -89,6 +89,7 @@ def test_checkpoint_sampling_overrides_no_setting(config):
         {"quantization": "nf4"},
         {"quantization": "auto"},
         {"attn_implementation": "eager"},
+        {"model_revision": "v1"},
         {"fsdp_size": 2},
     ],
     ids=str,

@@ -227,6 +227,9 @@ class SelfDistillConfig(TrainingArguments):
     rollout_batch_size: int = rollout_setting(32, "Prompts per generate call.", effect="rounding", above=0)
 
     # --- Model and adapter
+    model_revision: str | None = model_setting(
+        None, "Branch, tag or commit of a model on the Hugging Face hub; by default its main branch.", effect="place"
+    )
     model_dtype: str = model_setting(
         "auto",
         "Data type of the base model. 'auto' is float32 on a device that does not multiply bfloat16 matrices, if the weights then take "

@@ -175,6 +175,7 @@ def load_setup(
             dtype=args.model_dtype,
             quantization=args.quantization,
             attn_implementation=args.attn_implementation,
+            revision=args.model_revision,
             distributed_config=sharding,
             device=args.device if args.device.type == "cuda" and sharding is None else None,
         )
@@ -378,6 +379,7 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) ->
     dtype = str(base.dtype).removeprefix("torch.")
     attention = base.config.get_text_config(decoder=True)._attn_implementation
     for name, accepted in (
+        ("model_revision", (None,)),
         ("model_dtype", ("auto", dtype)),
         ("quantization", (None,)),
         ("attn_implementation", (None, attention)),
@@ -446,7 +448,7 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
         return {}
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
     if args.quantization != "nf4" and not has_bfloat16(args.device):
-        on_cpu, need = args.device.type == "cpu", weight_bytes(name, "float32")
+        on_cpu, need = args.device.type == "cpu", weight_bytes(name, "float32", args.model_revision)
         memory = total_memory() if on_cpu else unused_memory(args.device)
         args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
         sizes = (
@@ -460,7 +462,7 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
     """Replace quantization 'auto' by 'nf4' where the unused memory is below 1.5 times the weights in `model_dtype`."""
     if args.quantization != "auto":
         return {}
-    need, unused = 1.5 * weight_bytes(name, args.model_dtype), unused_memory(args.device)
+    need, unused = 1.5 * weight_bytes(name, args.model_dtype, args.model_revision), unused_memory(args.device)
     args.quantization = "nf4" if unused < need else None
     sizes = f"unused memory is {unused / 1e9:.1f} GB, 1.5 times the weights are {need / 1e9:.1f} GB"
     return {"quantization": f"{args.quantization or 'none'}: {sizes}"}

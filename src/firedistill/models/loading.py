@@ -97,7 +97,7 @@ def load_model_and_tokenizer(
         dtype: "bfloat16" or "float32", the type of the base weights. A converted GGUF file is stored in bfloat16.
         quantization: "nf4" keeps the linear layers in 4 bits (NF4, double quantization; needs `bitsandbytes`).
         attn_implementation: passed to transformers ("sdpa", "eager", "flash_attention_2", ...); None is its default.
-        revision: branch, tag or commit on the hub; ignored for folders.
+        revision: branch, tag or commit on the hub; its main branch by default.
         distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.
         device: where the weights are read to, without a copy of the model in host memory; None is the host, or the devices of
             `distributed_config`.
@@ -106,8 +106,9 @@ def load_model_and_tokenizer(
         The model, in evaluation mode, and the tokenizer, padding on the left.
 
     Raises:
-        ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, custom code, an unknown dtype or
-            quantization, a tokenizer that has no chat template or loses text, weights that are missing, of wrong shapes or not finite.
+        ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, a revision of a model that is not on the
+            hub, custom code, an unknown dtype or quantization, a tokenizer that has no chat template or loses text, weights that are
+            missing, of wrong shapes or not finite.
         OutOfMemory: the model does not fit into memory.
     """
     if dtype not in _DTYPES:
@@ -123,8 +124,7 @@ def load_model_and_tokenizer(
         options["device_map"] = {"": device}
 
     source = resolve_model(name)
-    on_hub = not Path(source).is_dir()
-    folder = _downloaded(source, revision) if on_hub else source
+    folder = _local_folder(source, revision)
     with explain_errors(name, "its configuration"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with explain_errors(name, "its tokenizer"):
@@ -139,17 +139,16 @@ def load_model_and_tokenizer(
         keep_trainable(model)
     # An adapter records both, or peft would look for its base in the cache of this machine, or load the main branch.
     model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = source
-    model.firedistill_revision = revision if on_hub else None  # type: ignore[assignment]  # torch declares tensors and modules only
+    model.firedistill_revision = revision  # type: ignore[assignment]  # torch declares tensors and modules only
     tokenizer.padding_side = "left"
     with explain_errors(name, "its special tokens"):
         set_stop_and_pad_tokens(model, tokenizer)
     return model, tokenizer
 
 
-def weight_bytes(name: str, dtype: str) -> int:
+def weight_bytes(name: str, dtype: str, revision: str | None = None) -> int:
     """Bytes of the weights of a model in this type, by its configuration; raises ModelError as `load_model_and_tokenizer` does."""
-    source = resolve_model(name)
-    folder = source if Path(source).is_dir() else _downloaded(source, None)
+    folder = _local_folder(resolve_model(name), revision)
     with explain_errors(name, "its configuration"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -157,19 +156,25 @@ def weight_bytes(name: str, dtype: str) -> int:
     return sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
 
 
-def _downloaded(name: str, revision: str | None) -> str:
-    """The folder in the hub's cache with the files of a model; downloads what is missing there.
+def _local_folder(source: str, revision: str | None) -> str:
+    """The folder with the files of a model: that of the hub's cache for a hub id, where what is missing is downloaded.
 
     Raises:
-        ModelError: there is no such model, or it is not a checkpoint in safetensors.
+        ModelError: there is no such model or revision, or it is not a checkpoint in safetensors.
     """
-    with explain_errors(name, "it from the Hugging Face hub"):
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"]))
+    if Path(source).is_dir():
+        if revision is not None:
+            raise ModelError(
+                f"model_revision is {revision}, but the model is the folder {source}: leave it out, or name a hub id"
+            )
+        return source
+    with explain_errors(source, "it from the Hugging Face hub"):
+        folder = Path(snapshot_download(source, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=["*/*"]))
         if (folder / "model.safetensors.index.json").is_file() and (folder / "config.json").is_file():
-            missing = [file for file in weight_files(folder, name) if not (folder / file).is_file()]
+            missing = [file for file in weight_files(folder, source) if not (folder / file).is_file()]
             if missing:  # from the same commit, which names the folder; a complete model needs no second request
-                snapshot_download(name, revision=folder.name, allow_patterns=missing)
-    check_folder(folder, name)
+                snapshot_download(source, revision=folder.name, allow_patterns=missing)
+    check_folder(folder, source)
     return str(folder)
 
 
