@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -370,7 +371,12 @@ def test_supervised_training_is_a_warm_start(model, tmp_path):
     config = killable_config(model, tmp_path / "run", "supervised")
     (finding,) = check_settings(load_setup(config, task=ToyTask()))
     assert finding.level == "error" and "use firedistill warmstart" in finding.fix
-    assert list(check_settings(load_setup(WarmStartConfig(**config.resolved()), task=ToyTask()))) == []
+    setup = load_setup(WarmStartConfig(**config.resolved()), task=ToyTask())
+    assert list(check_settings(setup)) == []
+    unsolved = [replace(example, solution=None) for example in setup.train_examples]
+    (finding,) = check_settings(replace(setup, train_examples=unsolved))
+    assert finding.level == "error" and f"{len(unsolved)} examples have no gold solution" in finding.text
+    assert "name a column with the working by --columns solution=COLUMN" in finding.fix
 
 
 def test_an_initial_adapter_keeps_its_own_settings(model, tmp_path):

@@ -549,7 +549,8 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
         yield Finding("error", "method", text, "use firedistill warmstart (WarmStartTrainer), which trains on gold solutions")
     if args.method == "supervised" and (missing := [e for e in setup.train_examples if not e.solution]):
         text = f"{len(missing)} examples have no gold solution: {named(missing)}"
-        yield Finding("error", "training data", text, "remove these rows")
+        fix = "name a column with the working by --columns solution=COLUMN, or remove these rows"
+        yield Finding("error", "training data", text, fix)
 
 
 def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
