@@ -811,6 +811,9 @@ def test_eval_takes_an_adapter_or_a_checkpoint_and_prints_json(run, model, tmp_p
     options = ["--task", "tiny:ToyTask", "--eval_size", 2, "--max_new_tokens", 7, "--model_dtype", "float32", "--use_cpu"]
     told = firedistill("eval", tmp_path / "alone", *options, "--json")
     assert told.status == 0 and json.loads(told.out)["accuracy"] == last["accuracy"]
+    told = firedistill("eval", run / "adapter", "--eval_size=1", "--eval_samples=1", "--json")
+    summary = json.loads(told.out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert told.status == 0 and summary["n"] == 1 and summary["sampled_stderr"] is None
 
 
 def test_eval_of_a_run_without_adapter_does_not_judge_the_base_model(run, tmp_path, firedistill):

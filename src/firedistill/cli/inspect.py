@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +27,7 @@ from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
 from firedistill.run.console import accuracy_line
-from firedistill.run.log import last_row
+from firedistill.run.log import json_line, last_row
 from firedistill.setup import Setup, load_setup
 from firedistill.suites.plan import absolute
 from firedistill.tasks import Example, names_rows
@@ -158,7 +157,7 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
     if not summary["n"]:
         raise ValueError("no held-out problem was answered: eval_size is 0, or every prompt is over the budget")
     if options.json:
-        console.print(json.dumps(summary), soft_wrap=True)
+        console.print(json_line(summary), end="", soft_wrap=True)
         return 0
     console.print(accuracy_line(summary, prefix=""))
     for name, value in summary.items():
