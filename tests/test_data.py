@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import gzip
 import importlib.util
 import json
@@ -246,6 +247,21 @@ def test_a_bad_text_file_is_named_by_line(text, match, tmp_path):
     (tmp_path / "my.csv").write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=match):
         load_task(str(tmp_path / "my.csv"), answer="numeric").check()
+
+
+def test_a_cell_of_a_text_file_may_be_long(tmp_path):
+    rows, limit = [dict(ROWS[0], hint="x" * 200_000), *ROWS[1:]], csv.field_size_limit()
+    with (tmp_path / "my.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    options = {"feedback": {"hint": "{hint}"}}
+    assert contents(both(load_task(str(tmp_path / "my.csv"), **options))) == contents(both(load_task(rows, **options)))
+    with (tmp_path / "my.csv").open("a", encoding="utf-8") as file:
+        file.write('"not closed,1\n' + "x,1\n" * 50_000)
+    with pytest.raises(DataError, match="row 22: unexpected end of data; a quotation mark"):
+        load_task(str(tmp_path / "my.csv")).check()
+    assert csv.field_size_limit() == limit
 
 
 @pytest.mark.parametrize("name", ["my.csv", "my.jsonl", "my.parquet", "my.jsonl.gz"])

@@ -21,6 +21,7 @@ from firedistill.tasks.sources import DataError, Rows, hub_dataset, kind_of
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet")
 CHUNK = 1024  # rows of a columnar file that are converted together
+LONGEST_CELL = 2**31 - 1  # characters of a text file; a C long has no fewer bits on any platform
 
 
 class BadRow(DataError):
@@ -144,7 +145,7 @@ def csv_rows(path: Path, delimiter: str | None) -> Rows:
         DataError: column names are missing or repeated, the text is not UTF-8, or a quotation mark is not closed.
     """
     numbers, problems, start = array("q"), dict[int, BadRow](), 1
-    with path.open(encoding="utf-8-sig", newline="") as text, scratch_file() as file:
+    with path.open(encoding="utf-8-sig", newline="") as text, scratch_file() as file, cells_of_any_length():
         try:
             first = text.readline()
             text.seek(0)
@@ -172,6 +173,16 @@ def csv_rows(path: Path, delimiter: str | None) -> Rows:
             fix = "a quotation mark that is not closed or stands inside of a cell? Write it twice there"
             raise DataError(f"{path}, row {start}: {error}; {fix}") from error
     return JsonLines(file, numbers, problems).rows(str(path))
+
+
+@contextmanager
+def cells_of_any_length() -> Iterator[None]:
+    """No limit on the cells that the module csv reads, which is 128 KiB for the whole process outside of this block."""
+    before = csv.field_size_limit(LONGEST_CELL)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
 
 
 class Columnar(Sequence[Mapping[str, Any]]):
