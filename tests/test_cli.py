@@ -343,6 +343,13 @@ def test_a_union_prefers_every_other_type_to_text():
     assert coerce("none", str) == "none" and coerce("none", str | None) is None
 
 
+def test_whole_numbers_may_come_as_text():
+    assert coerce(str(2**53 + 1), int) == 2**53 + 1 and coerce("1e3", int) == coerce("1000.0", int) == 1000
+    for text in ("2.5", "inf", "9" * 5000, "x", ""):
+        with pytest.raises(TypeError, match="expected a whole number"):
+            coerce(text, int)
+
+
 def test_types_of_method_settings():
     kind = Literal["ema", "student"]
     assert coerce("ema", kind) == "ema" and coerce(2**70, int) == 2**70 and coerce("1, 2", tuple[float, ...]) == (1.0, 2.0)
@@ -395,7 +402,8 @@ def test_the_forms_of_an_option():
         (b"1: 2", "unknown option 1 in"),
         (b"on: 2", "unknown option True in"),
         (b"zzzzqqqq: 2", "see --help and --help-all"),
-        (b"seed: 1\nmodel: lab\nseed: 2", "'seed' is given twice"),
+        (b"seed: 1\nmodel: lab\nseed: 2", "'seed' is given twice in .*, line 3, column 1"),
+        (b"{yes: b, 1: c}", "'yes' and '1' are the same key in .*, line 1, column 10"),
         (b"task: " + b"[" * 40 + b"]" * 40, "nested more than 30 levels deep"),
         (b"task: " + b"x" * 300_000, "longer than 256 KiB"),
         (b"seed: 1\n#" + "é".encode() * 140_000 + b"\nmax_steps: 3", "longer than 256 KiB"),

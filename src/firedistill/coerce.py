@@ -7,6 +7,7 @@ import json
 import math
 import types
 import typing
+from contextlib import suppress
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def _converted(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) and origin is not bool:
         raise TypeError
     if origin is int:
+        with suppress(ValueError):  # "1e3" is whole, too
+            value = int(value) if isinstance(value, str) else value
         number = value if isinstance(value, int) else float(value)
         value = int(number) if number == int(number) else None
     elif origin in (list, tuple) and isinstance(value, list | tuple):
@@ -126,9 +129,12 @@ class PlainLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep)
         if len(mapping) < len(node.value):
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
-            repeated = next(name for position, name in enumerate(names) if name in names[:position])
-            raise yaml.MarkedYAMLError(problem=f"{str(repeated)[:80]!r} is given twice", problem_mark=node.start_mark)
+            keys = [key for key, _ in node.value]
+            names = [self.construct_object(key, deep=True) for key in keys]
+            second = next(position for position, name in enumerate(names) if name in names[:position])
+            first, again = (str(keys[position].value)[:80] for position in (names.index(names[second]), second))
+            problem = f"{again!r} is given twice" if first == again else f"{first!r} and {again!r} are the same key"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=keys[second].start_mark)
         return mapping
 
 
