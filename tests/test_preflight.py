@@ -102,6 +102,36 @@ def test_golds_that_the_verifier_refuses(model, tmp_path):
     assert any("30 of 30 golds cannot be judged" in text for text in texts["error"])
 
 
+@pytest.mark.parametrize(
+    ("verify", "complaint"),
+    [
+        (lambda row: True, "raised TypeError: "),
+        (lambda row, response: None, "the result of verify is a NoneType, expected True or False"),
+        (lambda row, response: "yes", "the result of verify is a str, expected True or False"),
+        (lambda row, response: 0.5, "the result of verify is a float, expected True or False"),
+        (lambda row, response: Verdict(False, None, "", failed=True), "verify marks its verdict as failed"),
+        (lambda row, response: response[0] == "x", None),
+        (lambda row, response: False, None),
+    ],
+)
+def test_without_golds_the_verifier_judges_other_responses(verify, complaint, model, tmp_path):
+    own = firedistill.task([{"question": f"Write line {n}."} for n in range(20)], name="lines")(verify)
+    texts = found(model, tmp_path, own, own.examples("train"), own.examples("eval"))
+    if complaint is None:
+        assert texts["error"] == []
+        return
+    text = only(texts, "error")
+    assert "verdicts: no response to 16 of 16 examples can be judged: lines/all/" in text and complaint in text
+    assert "fix verify: it must work for any response" in text
+
+
+def test_some_examples_without_golds_may_have_no_verdict(model, tmp_path):
+    examples = [Example(f"x/{n}", f"Line {n}", "even" if n else "", solution="ab" if n else None) for n in range(16)]
+    texts = found(model, tmp_path, Strict(1, error=True), examples, held_out=[])
+    assert any("no response to 1 of 16 examples can be judged: x/0 (x/0: verify of Strict" in text for text in texts["warning"])
+    assert texts["error"] == []
+
+
 @pytest.mark.parametrize("name", ["arithmetic", "arithmetic:hard"])
 def test_the_golds_of_built_in_tasks_pass(name, model, tmp_path):
     task = load_task(name)

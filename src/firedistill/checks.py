@@ -45,7 +45,7 @@ from firedistill.setup import Setup, load_setup
 from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
-from firedistill.tasks.types import Example
+from firedistill.tasks.types import Example, Verdict
 from firedistill.teacher.prefix_cache import shares_prefixes
 from firedistill.terminal import some, visible
 
@@ -250,6 +250,15 @@ def gold_responses(setup: Setup, example: Example) -> list[str]:
     return [*([example.solution] if example.solution else []), *short]
 
 
+def judgement(task: GuardedTask, example: Example, response: str) -> Verdict | str:
+    """The task's verdict, or why there is none."""
+    try:
+        verdict = task.verdict(example, response)
+    except TaskFault as fault:
+        return str(fault)
+    return "verify marks its verdict as failed" if verdict.failed else verdict
+
+
 def check_golds(setup: Setup) -> Iterator[Finding]:
     """The task's own verifier must accept the gold answers, unless a judge takes its place."""
     task = cast(GuardedTask, setup.task).own
@@ -257,16 +266,12 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         return
 
     def judged(example: Example) -> tuple[list[bool], str, float]:
-        """Whether each gold response is correct, why it cannot be judged, and the seconds of a verdict."""
-        verdicts, reason, started = [], "", time.perf_counter()
-        try:
-            for response in gold_responses(setup, example):
-                verdict = task.verdict(example, response)
-                verdicts.append(verdict.correct)
-                reason = reason or ("verify marks its verdict as failed" if verdict.failed else "")
-        except TaskFault as fault:
-            reason = str(fault)
-        return verdicts, reason, (time.perf_counter() - started) / max(len(verdicts), 1)
+        """Whether each gold response is correct, why one cannot be judged, and the seconds of a verdict."""
+        started = time.perf_counter()
+        found = [judgement(task, example, response) for response in gold_responses(setup, example)]
+        seconds = (time.perf_counter() - started) / max(len(found), 1)
+        reason = next((verdict for verdict in found if isinstance(verdict, str)), "")
+        return [verdict.correct for verdict in found if isinstance(verdict, Verdict)], reason, seconds
 
     for name, examples in splits(setup):
         subject, sample = f"{name} golds", spread(examples)
@@ -296,21 +301,33 @@ def level_of(bad: Sequence[object], checked: Sequence[object]) -> Level:
 
 
 def check_feedback(setup: Setup) -> Iterator[Finding]:
-    """The task's own feedback about an empty and about a wrong response, for a few examples."""
+    """The task's own feedback about an empty and about a wrong response, for a few examples.
+
+    Also whether its verifier judges them, where an example has no gold for `check_golds` and no judge takes the verifier's place.
+    """
     task, sample = cast(GuardedTask, setup.task).own, spread(setup.train_examples, 16)
     names: set[str] = set()
 
-    def reason(example: Example) -> str:
+    def reasons(example: Example) -> tuple[str, str]:
+        """Why feedback fails, and why neither response can be judged; empty where that is not so."""
+        found = {response: judgement(task, example, response) for response in ("", "I do not know.")}
+        why = [verdict for verdict in found.values() if isinstance(verdict, str)]
         try:
-            for response in ("", "I do not know."):
-                verdict = task.verify(example, response)
-                if not verdict.failed:  # a response without a verdict needs no feedback; `check_golds` reports it
+            for response, verdict in found.items():
+                if isinstance(verdict, Verdict):  # a response without one needs no feedback
                     names.update(field.name for field in task.feedback(example, response, verdict))
         except TaskFault as fault:
-            return str(fault)
-        return ""
+            return str(fault), ""
+        return "", why[0] if len(why) == len(found) else ""
 
-    checked = in_time(sample, reason)
+    checked = in_time(sample, reasons)
+    judge = cast(GuardedTask, setup.task).judge_file
+    unjudged = [(example, why) for example, (_, why) in checked if why and not gold_responses(setup, example)]
+    if unjudged and not (judge is not None and judge.decides):
+        examples = [example for example, _ in unjudged]
+        text = f"no response to {len(examples)} of {len(checked)} examples can be judged: {named(examples)} ({unjudged[0][1]})"
+        fix = "fix verify: it must work for any response, including an empty one"
+        yield Finding(level_of(examples, checked), "verdicts", text, fix)
     unmatched = [
         pattern for pattern in setup.args.groups_of_fields if names and not any(fnmatchcase(name, pattern) for name in names)
     ]
@@ -321,7 +338,7 @@ def check_feedback(setup: Setup) -> Iterator[Finding]:
             f"{', '.join(unmatched)} matches no field of feedback about {len(checked)} examples, which are {', '.join(sorted(names))}",
             "correct the pattern, or leave it out",
         )
-    if failed := [why for _, why in checked if why]:
+    if failed := [why for _, (why, _) in checked if why]:
         yield Finding(
             "error" if len(failed) == len(checked) else "warning",
             "feedback",
