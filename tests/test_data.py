@@ -206,6 +206,7 @@ BAD = {
     "column 'question' is missing": b'{"qestion": "?", "answer": 1}',
     "column 'question' is empty": b'{"question": " ", "answer": 1}',
     "column 'question' is not a text": b'{"question": {"a": 1}, "answer": 1}',
+    "column 'answer' is missing": b'{"question": "?", "anwser": 1}',
     "column 'answer' is empty": b'{"question": "?", "answer": null}',
     "a key is given twice": b'{"question": "?", "answer": 1, "answer": 2}',
     "column 'answer' is not a number": b'{"question": "?", "answer": "none"}',
@@ -276,6 +277,25 @@ def test_no_bytes_end_in_another_error(name, tmp_path):
             load_task(str(tmp_path / name)).check()
         except DataError as error:
             assert str(tmp_path) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("row", "lacks"),
+    [
+        ({"question": "?", "answer": "B"}, "answer"),
+        ({"question": "?", "options": ["x", "y"], "answer": "B"}, "answer"),
+        ({"question": "?", "options": ["x", "y"], "answer": "B"}, "options"),
+    ],
+)
+def test_a_file_that_lacks_a_column_is_told_to_have_the_same_ones(row, lacks, tmp_path):
+    rows = [{**row, "question": f"q{n}"} for n in range(4)]
+    other = [{name if name != lacks else "other": value for name, value in row.items()} for row in rows]
+    found = load_task(rows, eval_data=write_jsonl(tmp_path / "other.jsonl", other))
+    with pytest.raises(DataError, match=f"4 rows: column '{lacks}' is missing .*row 1: the row has .*all files need the same"):
+        found.check()
+    found = load_task(rows, columns={lacks: f"{{{lacks}}}"}, eval_data=str(tmp_path / "other.jsonl"))
+    with pytest.raises(DataError, match=f"4 rows: the {lacks} is "):
+        found.check()
 
 
 # Columns

@@ -179,15 +179,17 @@ def load_kind(answer: str) -> tuple[Task, int | None]:
 # ---- Golds -------------------------------------------------------------------------------------------------------------------
 
 
-def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str, ...]]:
+def read_gold(kind: Task, value: Any, subject: str) -> tuple[str, str, tuple[str, ...]]:
     """The gold answer in a cell: normalized, the working before it (or an empty text), and other accepted answers.
 
     A list of one value stands for the value. For texts, a longer list holds accepted answers, the first of which is shown.
 
+    Args:
+        subject: names the cell in errors.
+
     Raises:
         BadRow: it is empty, or not an answer of this kind.
     """
-    subject = f"column {column!r}"
     if isinstance(kind, JsonTask):
         if value is None:
             raise BadRow(f"{subject} is empty", "fill it in (the text 'null' stands for JSON's null) or remove the row")
@@ -198,7 +200,7 @@ def read_gold(kind: Task, value: Any, column: str) -> tuple[str, str, tuple[str,
         return gold, "", ()
     if isinstance(value, list) and value and (isinstance(kind, ExactTask) or len(value) == 1):
         texts = [_text(item, subject) for item in value]
-        gold, working, _ = read_gold(kind, texts[0], column)
+        gold, working, _ = read_gold(kind, texts[0], subject)
         return gold, working, tuple(texts) if len(texts) > 1 else ()
     text = _text(value, subject)
     if isinstance(kind, NumericTask):

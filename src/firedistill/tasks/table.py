@@ -472,13 +472,13 @@ class TableTask(Task):
 
     def _read_numbers(self, sample: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[str]]:
         """Whether each answer is a number, and those that are read as several."""
-        column, numeric, kind, several = self.roles["answer"], NumericTask(), list[bool](), list[str]()
+        numeric, kind, several = NumericTask(), list[bool](), list[str]()
         for row in sample:
             value = self._value(row, "answer")
             if value is None or value == "":
                 continue
             try:
-                kind.append(bool(gold := read_gold(numeric, value, str(column))[0]))
+                kind.append(bool(gold := read_gold(numeric, value, "the answer")[0]))
                 if ";" in gold and ";" not in str(value):
                     several.append(repr(shortened(str(value))))
             except BadRow:
@@ -654,7 +654,7 @@ class TableTask(Task):
             if self.verifier is not None and self.answer is None:
                 answer = shown(self._value(row, "answer")) or ""
             elif "answer" in self.roles:
-                answer, before, accepted = read_gold(self.kind, self._value(row, "answer"), str(self.roles["answer"]))
+                answer, before, accepted = read_gold(self.kind, *self._given(row, "answer"))
                 working = working or before or None
                 if accepted:
                     metadata["accepted"] = accepted
@@ -692,6 +692,23 @@ class TableTask(Task):
             return spec.fill(row)
         return None if spec is None else cell(row, spec)
 
+    def _given(self, row: Mapping[str, Any], role: str) -> tuple[Any, str]:
+        """The value of a role that a row needs, and what errors call it.
+
+        Raises:
+            BadRow: the row lacks the column.
+        """
+        spec = self.roles[role]
+        if isinstance(spec, Template):
+            return spec.fill(row), f"the {role}"
+        names = spec if isinstance(spec, list) else [spec]
+        subject = f"column {', '.join(names)!r}"
+        if not any(name in row or name.split(".")[0] in row for name in names):
+            fix = "add it or remove the row; if the whole file lacks it, rename a column: all files need the same ones"
+            raise BadRow(f"{subject} is missing", fix, shortened(f"the row has {', '.join(map(str, row))}", 100))
+        values = [cell(row, name) for name in names]
+        return values if len(names) > 1 else values[0], subject
+
     def _text(self, row: Mapping[str, Any], role: str) -> str | None:
         value = self._value(row, role)
         if value is not None and not isinstance(value, str | int | float):
@@ -704,8 +721,7 @@ class TableTask(Task):
 
     def _question(self, row: Mapping[str, Any]) -> tuple[str, tuple[Mapping[str, str], ...]]:
         """The last message of the user, and the messages before it."""
-        spec, value = self.roles["question"], self._value(row, "question")
-        subject = "the question" if isinstance(spec, Template) else f"column {spec!r}"
+        value, subject = self._given(row, "question")
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             turns = [self._turn(turn, subject) for turn in value]
             if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
@@ -717,11 +733,7 @@ class TableTask(Task):
                 )
             return turns[-1]["content"].strip(), tuple(turns[:-1])
         if value is None or (isinstance(value, str) and not value.strip()):
-            missing = not isinstance(spec, Template) and spec.split(".")[0] not in row
-            found = f"the row has {', '.join(map(str, row))}" if missing else ""
-            raise BadRow(
-                f"{subject} is {'missing' if missing else 'empty'}", "fill it in or remove the row", shortened(found, 100)
-            )
+            raise BadRow(f"{subject} is empty", "fill it in or remove the row")
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise BadRow(f"{subject} is not a text", "write a text, or a list of messages", kind_of(value))
         return str(value).strip(), ()
@@ -740,15 +752,10 @@ class TableTask(Task):
 
     def _options(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """The published labels of the options, A, B, ... if there are none, and their texts."""
-        spec = self.roles["options"]
-        names = spec if isinstance(spec, list) else [spec]
-        subject = f"column {', '.join(names)!r}"
-        if len(names) > 1:
-            value: Any = [cell(row, name) for name in names]
+        value, subject = self._given(row, "options")
+        if isinstance(self.roles["options"], list):
             while value and value[-1] in (None, ""):
                 value.pop()
-        else:
-            value = cell(row, names[0])
         if isinstance(value, str) and value.lstrip().startswith(("[", "{")):  # a cell of a text file
             with suppress(ValueError):
                 value = json.loads(value)
@@ -774,8 +781,7 @@ class TableTask(Task):
 
     def _label(self, row: Mapping[str, Any], labels: Sequence[str], options: Sequence[str]) -> str:
         """The letter of the gold option: its label, its text, or its number."""
-        value = self._value(row, "answer")
-        column = f"column {self.roles['answer']!r}"
+        value, column = self._given(row, "answer")
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         text = "" if value is None else str(value).strip()
