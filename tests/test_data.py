@@ -435,6 +435,18 @@ def test_numbers_of_options_start_where_the_rows_say(numbers, first):
         assert [e.answer for e in both(load_task(rows))] == ["A", "B", "C"]
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_of_options_may_be_floats(first, tmp_path):
+    rows = [{"question": f"q{n}", "choices": ["x", "y", "z"], "answer": float(n + first)} for n in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist([*rows, {**rows[0], "answer": float("nan")}]), tmp_path / "my.parquet")
+    found = load_task(str(tmp_path / "my.parquet"), bad_rows="skip")
+    assert [e.answer for e in both(found)] == ["A", "B", "C"]
+    assert sum(problem.count for problem in found.scan("all").problems.values()) == 1
+    for choices in ([1, 2, 3], [1.0, 2.0, 3.0], ["1", "2", "3"]):
+        rows = [{"question": f"q{n}", "choices": choices, "answer": float(n)} for n in (1, 2, 3)]
+        assert [e.answer for e in both(load_task(rows))] == ["A", "B", "C"]
+
+
 def test_a_number_that_is_also_the_text_of_an_option_is_refused():
     rows = [{"question": f"q{n}", "choices": ["5", "6", "1"], "answer": n} for n in (0, 1, 2)]
     with pytest.raises(DataError, match="the text of one option and the number of another"):
@@ -457,6 +469,10 @@ VERDICTS = [
     ("exact", ["Paris", "City of Light"], "It is\nAnswer: city of  light", True),
     ("exact", "Paris", "Paris", False),
     ("exact", True, "Answer: True", True),
+    ("exact", 1.0, "Answer: 1", True),
+    ("exact", [7.0, "seven"], "Answer: 7", True),
+    ("exact", 1.5, "Answer: 1.5", True),
+    (r"regex:total = (\d+)", 7.0, "total = 7", True),
     ("exact", "snake_case", "Answer: snake case", False),
     (r"regex:total = (\d+)", 7, "total = 6, so total = 7", True),
     (r"regex:total = (\d+)", 7, "7", False),

@@ -198,6 +198,8 @@ def read_gold(kind: Task, value: Any, subject: str) -> tuple[str, str, tuple[str
         if gold is None:
             raise BadRow(f"{subject} is not JSON", "write a JSON value; texts need quotation marks", kind_of(value))
         return gold, "", ()
+    if isinstance(kind, ExactTask):
+        value = [whole(item) for item in value] if isinstance(value, list) else whole(value)
     if isinstance(value, list) and value and (isinstance(kind, ExactTask) or len(value) == 1):
         texts = [_text(item, subject) for item in value]
         gold, working, _ = read_gold(kind, texts[0], subject)
@@ -215,6 +217,11 @@ def read_gold(kind: Task, value: Any, subject: str) -> tuple[str, str, tuple[str
         inner = boxed_latex(text) if "\\boxed{" in text else None
         return (inner or text.strip(" $"), text if inner and not text.startswith("\\boxed") else "", ())
     return text, "", ()
+
+
+def whole(value: Any) -> Any:
+    """1.0 as 1: pandas makes floats of whole numbers where one of the column is missing."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _text(value: Any, subject: str) -> str:
@@ -281,4 +288,4 @@ def _same_numbers(value: Any) -> Any:
         return {key: _same_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_same_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return whole(value)

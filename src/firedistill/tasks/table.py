@@ -25,7 +25,7 @@ from typing import Any
 
 from firedistill.tasks.choice import ChoiceTask, choice_example
 from firedistill.tasks.feedback import structured_feedback
-from firedistill.tasks.kinds import KINDS, load_kind, read_gold
+from firedistill.tasks.kinds import KINDS, load_kind, read_gold, whole
 from firedistill.tasks.numeric import NumericTask
 from firedistill.tasks.reading import BadRow, folder_splits, hub_rows, hub_splits, is_data_file, open_rows, rows_of
 from firedistill.tasks.sources import DataError, Rows, kind_of
@@ -458,14 +458,13 @@ class TableTask(Task):
         texts = labels_too = False
         for row in sample:
             try:
-                labels, options = ([name.casefold() for name in names] for names in self._options(row))
+                by_label, by_text = (places(self._value(row, "answer"), names) for names in self._options(row))
             except BadRow:
                 continue
-            gold = str(self._value(row, "answer")).strip().casefold()
-            if gold in labels and gold not in options:
+            if by_label and not by_text:
                 return False
-            texts = texts or (gold in options and gold not in labels)
-            labels_too = labels_too or (gold in labels and labels.index(gold) != options.index(gold))
+            texts = texts or (bool(by_text) and not by_label)
+            labels_too = labels_too or bool(by_label and by_label[0] != by_text[0])
         if texts and labels_too:
             self.guesses.append("answers are the texts of options, also those that are letters")
         return texts
@@ -508,14 +507,14 @@ class TableTask(Task):
         numbers, beyond = set(), False
         for row in sample:
             value = self._value(row, "answer")
-            text = str(value).strip()
+            text = str(whole(value)).strip()
             if isinstance(value, bool) or not re.fullmatch(r"\d{1,2}", text):
                 continue
             try:
                 labels, options = self._options(row)
             except BadRow:
                 continue
-            if text not in labels and text not in options:
+            if not places(value, labels) and not places(value, options):
                 numbers.add(int(text))
                 beyond = beyond or int(text) == len(options)
         if not numbers:
@@ -784,11 +783,10 @@ class TableTask(Task):
         value, column = self._given(row, "answer")
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
-        text = "" if value is None else str(value).strip()
+        text = "" if value is None else str(whole(value)).strip()
         if not text:
             raise BadRow(f"{column} is empty", "fill it in or remove the row")
-        by_label = [i for i, label in enumerate(labels) if label.casefold() == text.casefold()]
-        by_text = [i for i, option in enumerate(options) if option.casefold() == text.casefold()]
+        by_label, by_text = places(value, labels), places(value, options)
         number = int(text) - self.base if self.base is not None and re.fullmatch(r"\d{1,2}", text) else None
         if self.answer in ("choice:0", "choice:1"):
             by_text = []
@@ -847,6 +845,12 @@ class TableTask(Task):
             else:
                 fields[name] = FeedbackField(name, texts[name])
         return tuple(fields.values())
+
+
+def places(value: Any, names: Sequence[str]) -> list[int]:
+    """Where a value stands among labels or options. Case does not count, nor whether a whole number is an int or a float."""
+    texts = {str(each).strip().casefold() for each in (value, whole(value))}
+    return [i for i, name in enumerate(names) if name.casefold() in texts]
 
 
 def _without_letter(option: str, letter: str) -> str | None:
