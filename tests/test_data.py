@@ -35,6 +35,7 @@ from firedistill.tasks import DataError, TableTask
 from firedistill.tasks.code import CodeTask
 from firedistill.tasks.coroutines import Loop
 from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.tasks.table import SAMPLE
 from firedistill.teacher import Teacher
 from tiny import ToyTask, byte_tokenizer, random_model, run_trainer, save_checkpoint
 
@@ -592,6 +593,23 @@ def test_what_judges_an_answer_is_part_of_the_data():
 def test_templates_have_columns_in_braces_and_nothing_else(text):
     with pytest.raises(DataError, match="feedback 'x': "):
         load_task(ROWS, feedback={"x": text}).prepare()
+
+
+@pytest.mark.parametrize("name", ["hint", "more.hint"])
+def test_a_column_that_is_named_may_begin_after_the_first_rows(name, tmp_path):
+    rows = [{"question": f"q{n}", "answer": n} for n in range(SAMPLE + 60)]
+    rows[SAMPLE + 50] |= {"hint": "Think."} if name == "hint" else {"more": {"hint": "Think."}}
+    path = write_jsonl(tmp_path / "my.jsonl", rows)
+    for options in (
+        {"feedback": {"hint": f"{{{name}}}"}},
+        {"columns": {"solution": name}},
+        {"columns": {"category": f"{{{name}}}"}},
+    ):
+        assert both(load_task(path, **options)) != both(load_task(path))
+    with pytest.raises(DataError, match="there is no column 'hnt'"):
+        load_task(path, feedback={"hint": "{hnt}"}).prepare()
+    rows[SAMPLE + 50] |= {"label": 1}  # another candidate for the answer, which nothing names
+    load_task(rows, feedback={"hint": f"{{{name}}}"}).prepare()
 
 
 def test_braces_in_the_data_are_data():

@@ -38,7 +38,7 @@ from firedistill.tasks.judge import Judge, cost_line, load_judge, read_reply, sc
 from firedistill.tasks.judged import JudgedTask
 from firedistill.tasks.planted import Planted
 from firedistill.tasks.replies import Replies
-from firedistill.tasks.table import TableTask
+from firedistill.tasks.table import SAMPLE, TableTask
 from tiny import ToyTask, adapter_weights, byte_tokenizer, random_model, run_config, run_trainer
 
 KEY = "sk-do-not-write-me-anywhere"
@@ -144,6 +144,9 @@ def test_what_is_not_a_judge_file_is_refused(tmp_path):
         load_judge(tmp_path / "none.yaml")
     with pytest.raises(ValueError, match="there is no name 'row.hint'"):
         Judge(load_judge(judge_file(tmp_path, "http://host/v1", prompt="{response} {row.hint}")))
+    rows = [{"question": f"q{n}", "answer": n, **({"hint": "late"} if n == SAMPLE else {})} for n in range(SAMPLE + 1)]
+    task = JudgedTask(load_task(rows), None, load_judge(tmp_path / "judge.yaml"))
+    assert task.asks.columns == ("hint",), "a column may begin after the rows from which columns are guessed"
 
 
 def test_the_fingerprint_is_that_of_what_the_replies_depend_on(tmp_path):

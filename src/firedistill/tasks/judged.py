@@ -12,7 +12,7 @@ from typing import Any, cast
 from firedistill.tasks.coroutines import AsyncCall
 from firedistill.tasks.guard import GuardedTask, TaskFault, read_feedback
 from firedistill.tasks.judge import Judge, JudgeFile, Opinion, cost_line, write_judge
-from firedistill.tasks.table import TableTask
+from firedistill.tasks.table import TableTask, in_braces
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -58,6 +58,7 @@ class JudgedTask(GuardedTask):
         columns: list[str] = []
         if isinstance(task, TableTask):
             task.prepare()
+            task.find_columns(name.removeprefix("row.") for name in in_braces(file.prompt) if name.startswith("row."))
             columns = task.known_columns
         self.asks = Judge(file, columns)
         if isinstance(task, TableTask):

@@ -15,7 +15,7 @@ import logging
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +91,11 @@ class Template:
         """The text for a row, with `missing` in place of a value that is missing, null or blank; None if that is None."""
         texts = [part if isinstance(part, str) else shown(cell(row, part[0])) or missing for part in self.parts]
         return None if None in texts else "".join(texts)  # type: ignore[arg-type]
+
+
+def in_braces(text: str) -> list[str]:
+    """The names in braces."""
+    return [found[1] for found in _BRACES.finditer(text) if found[1]]
 
 
 def known(name: str, columns: Sequence[str], where: str, what: str = "column") -> None:
@@ -255,7 +260,7 @@ class TableTask(Task):
     # ---- What the data are ---------------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Find splits, columns and the kind of answers from the first rows.
+        """Find splits, columns and the kind of answers from the first rows; columns that the options name may come later.
 
         Raises:
             DataError: they cannot be found, or are ambiguous.
@@ -266,6 +271,7 @@ class TableTask(Task):
         rows = self._open(self.train_split)
         sample = self._sample(rows)
         self.known_columns = list(dict.fromkeys(name for row in sample for name in names_in(row)))
+        self.find_columns(self._named())
         where = rows.source
         self.roles: dict[str, Any] = {}
         for role in ROLES:
@@ -295,6 +301,25 @@ class TableTask(Task):
         self._prepared = True
         if self.guesses and process_rank() == 0:
             logger.warning("%s: %s", where, "; ".join(self.guesses))
+
+    def _named(self) -> list[str]:
+        """The columns that the options name."""
+        texts = [*self.columns.values(), *(value for value in self.fields.values() if isinstance(value, str))]
+        plain = [(role, spec) for role, spec in self.columns.items() if "{" not in spec]
+        names = [name.strip() for role, spec in plain for name in (spec.split(",") if role == "options" else [spec])]
+        return [*names, *(name for text in texts for name in in_braces(text))]
+
+    def find_columns(self, names: Iterable[str]) -> None:
+        """Look for columns that the first rows lack in the other ones, and add those that are found to `known_columns`."""
+        rows, missing = self._open(self.train_split), set(names) - {"", *self.known_columns}
+        for index in range(SAMPLE, len(rows)):
+            if not missing:
+                return
+            with suppress(DataError):  # reported with all rows that cannot be used
+                row = rows[index]
+                found = missing.intersection(names_in(row)) if isinstance(row, Mapping) else set()
+                self.known_columns += sorted(found)
+                missing -= found
 
     def _find_splits(self) -> dict[str, Callable[[], Rows]]:
         """What opens each split; sets `train_split`, `eval_split` and `other_splits`."""
