@@ -461,6 +461,17 @@ def test_golds_that_are_texts_of_options_are_no_letters():
     assert [e.answer for e in both(load_task([*rows[2:], {**rows[0], "answer": "D"}]))] == ["A", "B", "D"]  # letters
 
 
+def test_golds_may_be_letters_and_texts_where_none_could_be_both():
+    rows = [{"question": f"q{n}", "choices": ["Paris", "Rome", "Bonn"], "answer": n} for n in ("C", "Paris", "rome")]
+    assert [e.answer for e in both(load_task(rows))] == ["C", "A", "B"]
+    unclear = {"question": "Which?", "choices": ["B", "A"], "answer": "B"}
+    assert [e.answer for e in both(load_task([rows[0], unclear]))] == ["C", "B"]
+    assert [e.answer for e in both(load_task([rows[1], unclear]))] == ["A", "A"]
+    with pytest.raises(DataError, match="row 4: column 'answer' is the letter of one option and the text of another"):
+        load_task([*rows, unclear]).check()
+    assert [e.answer for e in both(load_task([*rows, {**unclear, "choices": ["A", "B"]}]))] == ["C", "A", "B", "B"]
+
+
 VERDICTS = [
     ("numeric", "1,200", "#### 1200", True),
     ("numeric", "Some working.\n#### 72", "#### 72", True),

@@ -253,7 +253,7 @@ class TableTask(Task):
         if any(inspect.iscoroutinefunction(value) for value in self.fields.values()):
             self.feedback = self._feedback_async  # type: ignore[method-assign,assignment]
         self.guesses: list[str] = []
-        self.golds_are_texts = False
+        self.gold_forms: set[str] = set()  # of choices: "label", "text" or both
         self._prepared = False
         self._scans: dict[str, Scan] = {}
 
@@ -475,24 +475,23 @@ class TableTask(Task):
             kind, base = load_kind(self._numeric_or_exact(sample, where))
         if isinstance(kind, ChoiceTask) and base is None:
             base = self._first_number(sample, where)
-            self.golds_are_texts = self._are_texts(sample)
+            self.gold_forms = self._gold_forms(sample)
         return kind, base
 
-    def _are_texts(self, sample: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the golds are texts of options, also where such a text is the label of another option."""
-        texts = labels_too = False
+    def _gold_forms(self, sample: Sequence[Mapping[str, Any]]) -> set[str]:
+        """Whether the golds are labels or texts of options, by those that can be one of the two only."""
+        forms, open_ones = set[str](), False
         for row in sample:
             try:
                 by_label, by_text = (places(self._value(row, "answer"), names) for names in self._options(row))
             except BadRow:
                 continue
-            if by_label and not by_text:
-                return False
-            texts = texts or (bool(by_text) and not by_label)
-            labels_too = labels_too or bool(by_label and by_label[0] != by_text[0])
-        if texts and labels_too:
+            if bool(by_label) != bool(by_text):
+                forms.add("label" if by_label else "text")
+            open_ones = open_ones or bool(by_label and by_text and by_label[0] != by_text[0])
+        if forms == {"text"} and open_ones:
             self.guesses.append("answers are the texts of options, also those that are letters")
-        return texts
+        return forms
 
     def _read_numbers(self, sample: Sequence[Mapping[str, Any]]) -> tuple[list[bool], list[str]]:
         """Whether each answer is a number, and those that are read as several."""
@@ -815,8 +814,11 @@ class TableTask(Task):
         number = int(text) - self.base if self.base is not None and re.fullmatch(r"\d{1,2}", text) else None
         if self.answer in ("choice:0", "choice:1"):
             by_text = []
-        if by_text and self.golds_are_texts:
+        if by_text and self.gold_forms == {"text"}:
             by_label = []
+        if by_label and by_text and by_label != by_text and len(self.gold_forms) > 1:
+            problem = f"{column} is the letter of one option and the text of another, and other rows have letters and texts"
+            raise BadRow(problem, "write letters in all rows, or texts in all", kind_of(value))
         found = set(by_label) if by_label else {*by_text, *([number] if number is not None else [])}
         if len(found) > 1:
             fix = "say what the first option is called by --answer choice:0 or choice:1"
