@@ -193,6 +193,20 @@ def test_arguments_of_other_types_are_refused(config, model):
     assert load_setup(config(), model=Path(model)).args.model == str(model)
 
 
+def test_a_tokenizer_that_is_given_replaces_that_of_the_model(config):
+    mine = byte_tokenizer()
+    mine.chat_template, mine.pad_token = "Mine. " + mine.chat_template, None
+    setup = load_setup(config(), tokenizer=mine)
+    assert setup.tokenizer is setup.encoder.tokenizer is mine and mine.pad_token == "<|endoftext|>"
+    assert setup.encoder.render([{"role": "user", "content": "Why?"}]).startswith("Mine. ")
+    mine.chat_template = None
+    with pytest.raises(ValueError, match="has no chat template"):
+        load_setup(config(), tokenizer=mine)
+    for model in (None, random_model()):
+        with pytest.raises(TypeError, match="processing_class .tokenizer of load_setup. is a str: expected a tokenizer"):
+            load_setup(config(), model=model, tokenizer="lab")
+
+
 def test_problems_that_are_given_are_used(config):
     mine = [Example("mine/0", "Why?", "even", solution="ab")]
     setup = load_setup(config(), task=ToyTask(), train_examples=mine, eval_examples=())

@@ -118,7 +118,7 @@ def load_setup(
         args: the settings; they name whatever is not given here.
         model: a causal language model, its name or folder, or a `PeftModel` with one LoRA adapter, which is trained on. Any other model
             gets a LoRA adapter, whose initial values `args.seed` alone decides.
-        tokenizer: its tokenizer; required with a model object.
+        tokenizer: the model's own by default; required with a model object.
         task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's: examples, or rows (mappings, a `datasets.Dataset`) with
             the fields of `Example` or the columns that the task's method `example` reads.
@@ -126,6 +126,7 @@ def load_setup(
         teacher: False loads no teacher, for an evaluation.
 
     Raises:
+        TypeError: `tokenizer` is something else.
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
     if not isinstance(args, SelfDistillConfig):
@@ -134,6 +135,11 @@ def load_setup(
         model = os.fspath(model)
     if not isinstance(model, PreTrainedModel | PeftModel | str | None):
         raise ValueError(f"model is a {type(model).__name__}: expected a PreTrainedModel, a PeftModel, or the name of a model")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise TypeError(
+            f"processing_class (tokenizer of load_setup) is a {type(tokenizer).__name__}: expected a tokenizer, such as "
+            "AutoTokenizer.from_pretrained returns"
+        )
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
@@ -178,6 +184,7 @@ def load_setup(
             revision=args.model_revision,
             distributed_config=sharding,
             device=args.device if args.device.type == "cuda" and sharding is None else None,
+            tokenizer=tokenizer,
         )
     else:
         match_object(args, model)

@@ -126,7 +126,7 @@ class SelfDistillTrainer(ResumableTrainer):
         task: a task, its name, or rows: a list of mappings, a `datasets.Dataset`; `args.task` by default.
         train_examples, eval_examples: examples, or rows with the fields of `Example` or the columns that the task reads; taken from the
             task by default.
-        processing_class: the tokenizer; required with a model object.
+        processing_class: the tokenizer; the model's own by default, required with a model object.
         callbacks, optimizers: as in `transformers.Trainer`. The optimizer holds parameters of the adapter, so that `model` must be a
             `PeftModel`; its rate takes the place of `args.learning_rate`.
 

@@ -89,6 +89,7 @@ def load_model_and_tokenizer(
     revision: str | None = None,
     distributed_config: Any = None,
     device: torch.device | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its chat tokenizer.
 
@@ -101,6 +102,7 @@ def load_model_and_tokenizer(
         distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.
         device: where the weights are read to, without a copy of the model in host memory; None is the host, or the devices of
             `distributed_config`.
+        tokenizer: is used, and checked, in place of the model's own.
 
     Returns:
         The model, in evaluation mode, and the tokenizer, padding on the left.
@@ -128,7 +130,8 @@ def load_model_and_tokenizer(
     with explain_errors(name, "its configuration"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with explain_errors(name, "its tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if tokenizer is None:
+            tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
         check_tokenizer(tokenizer, name)
     with explain_errors(name, "its weights"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
