@@ -15,7 +15,7 @@ from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
 from firedistill.models.lora import add_lora
-from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
 from firedistill.setup import load_setup
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from killable import RandomTask, killable_config
@@ -205,6 +205,18 @@ def test_a_tokenizer_that_is_given_replaces_that_of_the_model(config):
     for model in (None, random_model()):
         with pytest.raises(TypeError, match="processing_class .tokenizer of load_setup. is a str: expected a tokenizer"):
             load_setup(config(), model=model, tokenizer="lab")
+
+
+def test_a_model_object_gets_the_tokens_that_end_and_pad(config):
+    for model in (random_model(), get_peft_model(random_model(), lora())):
+        tokenizer = byte_tokenizer()
+        tokenizer.pad_token, tokenizer.eos_token = None, "<|endoftext|>"
+        model.generation_config.eos_token_id = 0
+        setup = load_setup(config(), model=model, tokenizer=tokenizer)
+        assert setup.tokenizer is tokenizer and tokenizer.pad_token == "<|im_start|>", "the only one that ends nothing"
+        assert stop_token_ids(setup.model, tokenizer) == [0, 2], "the template ends a turn with <|im_end|>"
+    tokenizer.pad_token = tokenizer.eos_token
+    assert load_setup(config(), model=model, tokenizer=tokenizer).tokenizer.pad_token == "<|im_start|>"
 
 
 def test_problems_that_are_given_are_used(config):

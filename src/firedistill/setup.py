@@ -25,6 +25,7 @@ from firedistill.models.lora import add_lora, load_adapter, sort_targets
 from firedistill.models.norms import fuse_norms
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
+from firedistill.models.tokens import set_stop_and_pad_tokens
 from firedistill.objectives import load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
@@ -118,7 +119,8 @@ def load_setup(
         args: the settings; they name whatever is not given here.
         model: a causal language model, its name or folder, or a `PeftModel` with one LoRA adapter, which is trained on. Any other model
             gets a LoRA adapter, whose initial values `args.seed` alone decides.
-        tokenizer: the model's own by default; required with a model object.
+        tokenizer: the model's own by default; required with a model object. A pad token that is missing or ends a response is replaced,
+            in place.
         task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's: examples, or rows (mappings, a `datasets.Dataset`) with
             the fields of `Example` or the columns that the task's method `example` reads.
@@ -186,10 +188,11 @@ def load_setup(
             device=args.device if args.device.type == "cuda" and sharding is None else None,
             tokenizer=tokenizer,
         )
+    elif tokenizer is None:
+        raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     else:
         match_object(args, model)
-    if tokenizer is None:
-        raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
+        set_stop_and_pad_tokens(unwrap(model), tokenizer)
     if args.checkpoint_sampling:
         use_checkpoint_sampling(args, model)
     if args.n_gpu > 1:
