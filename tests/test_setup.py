@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
-from firedistill.models.lora import add_lora
+from firedistill.models.lora import add_lora, load_adapter
 from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
 from firedistill.setup import load_setup
 from firedistill.tasks.guard import GuardedTask, TaskFault
@@ -183,6 +183,43 @@ def test_adapters_that_cannot_be_trained_are_refused(config, tmp_path):
     ):
         with pytest.raises(ValueError, match=complaint):
             load_setup(config(), model=model, tokenizer=byte_tokenizer())
+
+
+UNREADABLE = {
+    "use_dora": True,
+    "modules_to_save": ["lm_head"],
+    "bias": "all",
+    "lora_bias": True,
+    "layers_to_transform": [0],
+    "target_modules": ".*q_proj",
+    "init_lora_weights": "olora",
+    "trainable_token_indices": [1],
+    "exclude_modules": {"layers.0.self_attn.q_proj"},
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [*UNREADABLE.items(), ("target_modules", ["embed_tokens", "q_proj"])], ids=str)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_adapters_that_cannot_be_read_back_are_refused(key, value, config):
+    model = get_peft_model(random_model(), lora(**{key: value}))
+    with pytest.raises(
+        ValueError, match=rf"the model's adapter.*: {key} (is|names) .*(expected|supported|no such linear layer)"
+    ):
+        load_setup(config(), model=model, tokenizer=byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 64}},
+        {"init_lora_weights": "gaussian", "target_modules": "all-linear"},
+    ],
+    ids=str,
+)
+def test_adapters_that_are_accepted_can_be_read_back(changes, config, tmp_path):
+    model = get_peft_model(random_model(), lora(**changes))
+    load_setup(config(), model=model, tokenizer=byte_tokenizer()).model.save_pretrained(tmp_path)
+    assert same(load_adapter(random_model(), tmp_path), model)
 
 
 def test_arguments_of_other_types_are_refused(config, model):

@@ -21,7 +21,7 @@ from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.attention import has_bfloat16, use_own_attention
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
-from firedistill.models.lora import add_lora, load_adapter, sort_targets
+from firedistill.models.lora import add_lora, check_adapter, load_adapter, sort_targets
 from firedistill.models.norms import fuse_norms
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
@@ -408,7 +408,8 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
     """Record the adapter of a model in the settings.
 
     Raises:
-        ValueError: the model has something else than one trainable LoRA adapter in float32 that is called "default".
+        ValueError: the model has something else than one trainable LoRA adapter in float32 that is called "default" and that
+            `load_adapter` reads back.
     """
     adapters: dict[str, Any] = dict(model.peft_config)
     kinds = {name: config.peft_type.value for name, config in adapters.items()}
@@ -418,6 +419,7 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
             f"the model has the adapters {found}: expected one LoRA adapter called 'default'. Delete the others (delete_adapter), or "
             "merge them into the base model (merge_and_unload) and add one by get_peft_model"
         )
+    check_adapter(model)
     factors = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
     if not any(factor.requires_grad for factor in factors):
         raise ValueError("the model's adapter is frozen: load it by PeftModel.from_pretrained(..., is_trainable=True)")

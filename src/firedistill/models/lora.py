@@ -72,7 +72,9 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_
             f"the adapter in {folder} was made for {base}, not for {here}. If these are the same weights under another "
             "name, correct base_model_name_or_path in its adapter_config.json"
         )
-    factors = read_factors(folder / FACTORS, _declared_factors(model, folder, settings))
+    factors = read_factors(
+        folder / FACTORS, _declared_factors(model, f"the adapter in {folder} was made for another base model", settings)
+    )
     adapted = _adapted(model, LoraConfig(task_type="CAUSAL_LM", **settings))
     set_peft_model_state_dict(adapted, factors)
     return adapted
@@ -143,7 +145,8 @@ def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, Any]:
     """All modules with the interface of a linear layer; this includes 4-bit ones, whose weights are stored packed."""
-    return {name: m for name, m in model.named_modules() if hasattr(m, "in_features") and hasattr(m, "out_features")}
+    layers = {name: getattr(m, "base_layer", m) for name, m in model.named_modules()}  # below an adapter that is there already
+    return {name: m for name, m in layers.items() if hasattr(m, "in_features") and hasattr(m, "out_features")}
 
 
 def _endings(layer: str) -> list[str]:
@@ -217,33 +220,54 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is not a LoRA adapter")
+    return supported_settings(config, str(file))
+
+
+def supported_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What is read of the settings of a LoRA adapter, as keyword arguments of `LoraConfig`.
+
+    Args:
+        where: names the settings in errors.
+
+    Raises:
+        ModelError: a setting is missing, malformed or not supported; names it.
+    """
     if missing := [key for key in _REQUIRED if key not in config]:
-        raise ModelError(f"{file} has no {', '.join(missing)}")
+        raise ModelError(f"{where} has no {', '.join(missing)}")
     defaults = {field.name: field.default for field in dataclasses.fields(LoraConfig)}
     settings = {key: config[key] for key in _TAKEN if key in _REQUIRED or config.get(key) is not None}
     for key, value in config.items():
         if key in settings:
             expected, fits = _TAKEN[key]
             if not fits(value):
-                raise ModelError(f"{file}: {key} is {_short(value)}; expected {expected}")
+                raise ModelError(f"{where}: {key} is {_short(value)}; expected {expected}")
         elif key not in _DESCRIPTIONS and value not in _HARMLESS.get(key, (None, False, [], {}, defaults.get(key))):
             raise ModelError(
-                f"{file}: {key} is {_short(value)}, which is not supported. Supported are plain LoRA factors of linear layers, which "
+                f"{where}: {key} is {_short(value)}, which is not supported. Supported are plain LoRA factors of linear layers, which "
                 "leave the base model as it is"
             )
     return settings
 
 
-def _declared_factors(model: torch.nn.Module, folder: Path, settings: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+def check_adapter(model: PeftModel) -> None:
+    """Refuse an adapter that `load_adapter` would not read back.
+
+    Raises:
+        ModelError: a setting is not supported, or names a layer that is not linear.
+    """
+    (config,) = model.peft_config.values()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    settings = supported_settings(plain, "the model's adapter")
+    _declared_factors(cast(PreTrainedModel, model.get_base_model()), "the model's adapter cannot be read back", settings)
+
+
+def _declared_factors(model: torch.nn.Module, where: str, settings: Mapping[str, Any]) -> dict[str, Sequence[int]]:
     """Shapes of the factors that the settings of an adapter declare for `model`, by their names in a file."""
     layers = {name: (layer, set(_endings(name))) for name, layer in _linear_layers(model).items()}
     known = set().union(*(endings for _, endings in layers.values()))
     for key in ("target_modules", "rank_pattern", "alpha_pattern"):
         if unknown := [name for name in settings.get(key, ()) if name not in known]:
-            raise ModelError(
-                f"the adapter in {folder} was made for another base model: {key} names {some(unknown)}, and this model has no such "
-                "linear layer"
-            )
+            raise ModelError(f"{where}: {key} names {some(unknown)}, and this model has no such linear layer")
     targets, ranks = set(settings["target_modules"]), settings.get("rank_pattern", {})
     expected: dict[str, Sequence[int]] = {}
     for name, (layer, endings) in layers.items():
