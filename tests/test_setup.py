@@ -170,6 +170,8 @@ def test_adapters_that_cannot_be_trained_are_refused(config, tmp_path):
     two = get_peft_model(random_model(), lora())
     two.add_adapter("two", lora())
     half = get_peft_model(random_model(dtype=torch.bfloat16), lora(), autocast_adapter_dtype=False)
+    in_part = get_peft_model(random_model(), lora())
+    next(parameter for name, parameter in in_part.named_parameters() if "lora_A" in name).requires_grad_(False)
     get_peft_model(random_model(), lora()).save_pretrained(tmp_path / "adapter")
     for model, complaint in (
         (two, r"the adapters 'default' \(LORA\), 'two' \(LORA\): expected one LoRA adapter called 'default'"),
@@ -180,9 +182,21 @@ def test_adapters_that_cannot_be_trained_are_refused(config, tmp_path):
             PeftModel.from_pretrained(random_model(), tmp_path / "adapter"),
             "the model's adapter is frozen: .* is_trainable=True",
         ),
+        (in_part, "the model's adapter is frozen: .* all its factors are trained"),
     ):
         with pytest.raises(ValueError, match=complaint):
             load_setup(config(), model=model, tokenizer=byte_tokenizer())
+
+
+def test_an_evaluation_takes_a_frozen_adapter(config, tmp_path):
+    get_peft_model(random_model(), lora()).save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(random_model(), tmp_path / "adapter")
+    setup = load_setup(config(), model=model, tokenizer=byte_tokenizer(), train=False, teacher=False)
+    engine = HFRolloutEngine(setup.model, setup.tokenizer, setup.args.eval_batch_size)
+    rollouts, _ = answer_examples(engine, setup.task, setup.encoder, setup.eval_examples, setup.args.greedy, setup.args.budget)
+    assert len(rollouts) == 3 and setup.args.lora_r == 4
+    with pytest.raises(ValueError, match="the model's adapter is frozen"):
+        load_setup(config(), model=model, tokenizer=byte_tokenizer(), train=False)
 
 
 UNREADABLE = {

@@ -191,7 +191,7 @@ def load_setup(
     elif tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     else:
-        match_object(args, model)
+        match_object(args, model, train=train or teacher)
         set_stop_and_pad_tokens(unwrap(model), tokenizer)
     if args.checkpoint_sampling:
         use_checkpoint_sampling(args, model)
@@ -367,7 +367,7 @@ def use_deterministic_algorithms() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) -> None:
+def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel, train: bool) -> None:
     """Record the data type and the adapter of a model that is an object in the settings.
 
     Raises:
@@ -379,7 +379,7 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) ->
             "float32 (model_dtype; dtype=... of from_pretrained)"
         )
     if isinstance(model, PeftModel):
-        record_adapter(args, model)
+        record_adapter(args, model, train)
     elif any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
             "the model holds the layers of an adapter that an earlier trainer or add_adapter has put into it: load the model again, "
@@ -404,12 +404,15 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel) ->
     args.model_dtype = dtype
 
 
-def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
+def record_adapter(args: SelfDistillConfig, model: PeftModel, train: bool) -> None:
     """Record the adapter of a model in the settings.
 
+    Args:
+        train: the factors are trained, or a teacher follows them.
+
     Raises:
-        ValueError: the model has something else than one trainable LoRA adapter in float32 that is called "default" and that
-            `load_adapter` reads back.
+        ValueError: the model has something else than one LoRA adapter in float32 that is called "default" and that `load_adapter` reads
+            back, or a factor that would be trained is frozen.
     """
     adapters: dict[str, Any] = dict(model.peft_config)
     kinds = {name: config.peft_type.value for name, config in adapters.items()}
@@ -421,8 +424,10 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel) -> None:
         )
     check_adapter(model)
     factors = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
-    if not any(factor.requires_grad for factor in factors):
-        raise ValueError("the model's adapter is frozen: load it by PeftModel.from_pretrained(..., is_trainable=True)")
+    if train and not all(factor.requires_grad for factor in factors):
+        raise ValueError(
+            "the model's adapter is frozen: load it by PeftModel.from_pretrained(..., is_trainable=True); all its factors are trained"
+        )
     if any(factor.dtype == torch.bfloat16 for factor in factors):
         raise ValueError(
             "the model's LoRA factors are bfloat16, in which small updates are rounded away: convert the base model before it gets "
