@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
@@ -27,7 +28,7 @@ from firedistill.run.identity import choose, differences, to_plain
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import DIFFERENT_METHODS, METHODS
-from tiny import save_checkpoint
+from tiny import byte_tokenizer, random_model, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +257,27 @@ def test_other_data_and_another_base_model_are_other_runs(copy, model, tmp_path)
     other = save_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="base_model was"):
         train(other, copy, "fire", 4)
+
+
+def test_an_adapter_that_scales_its_factors_otherwise_is_refused(model, tmp_path, capsys):
+    """The settings of the run hold rank and alpha alone, and not those of an initial adapter."""
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 64}, "use_rslora": True}
+    adapted = get_peft_model(
+        random_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], **patterns)
+    )
+    adapted.save_pretrained(tmp_path / "initial")
+    run, initial = tmp_path / "run", {"initial_adapter": str(tmp_path / "initial"), "lora_target_modules": ["q_proj", "v_proj"]}
+    config = killable_config(model, run, "fire", 1, save_steps=1, eval_size=0, lora_alpha=8)
+    SelfDistillTrainer(adapted, config, RandomTask(), processing_class=byte_tokenizer()).train()
+    told = "use_rslora was True, is False; rank_pattern was {'q_proj': 2}, is {}; alpha_pattern was {'v_proj': 64}, is {}"
+    command = ["train", str(run), "--model", model, "--max_steps", "2", "--allow_changes", "max_steps"]
+    assert firedistill(command) == 2 and told in capsys.readouterr().err
+    assert firedistill([*command, "--initial_adapter", str(run / "checkpoint-1")]) == 0
+    saved = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert {name: saved[name] for name in patterns} == patterns
+    train(model, tmp_path / "other", "fire", 2, lora_dropout=0.0, **initial)
+    with pytest.raises(CheckpointError, match="lora_alpha was 8, is 32.*use_rslora was True, is False.*initial_adapter"):
+        train(model, tmp_path / "other", "fire", 2, lora_dropout=0.0, lora_target_modules=["q_proj", "v_proj"])
 
 
 def test_settings_without_effect_on_the_result_may_differ(copy, model, tmp_path):

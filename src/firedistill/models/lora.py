@@ -24,6 +24,8 @@ from firedistill.models.sharding import shown_whole
 from firedistill.terminal import some
 
 FACTORS = "adapter_model.safetensors"
+# Settings that decide what the product of given factors adds to the base model
+SCALING = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 def add_lora(
@@ -120,6 +122,17 @@ def factor_shapes(model: PeftModel) -> dict[str, Sequence[int]]:
         model, trained_parameters(model), adapter_name=model.active_adapters[0], save_embedding_layers=False
     )
     return {name: tensor.shape for name, tensor in saved.items()}
+
+
+def scaling_changes(model: PeftModel, folder: Path) -> dict[str, str]:
+    """What scales the factors of a saved adapter otherwise than those of the model's, as texts by name of the setting.
+
+    Raises:
+        ModelError: as `read_adapter_settings`.
+    """
+    saved, present = (LoraConfig(**read_adapter_settings(folder)), model.peft_config[model.active_adapters[0]])
+    values = {name: (getattr(saved, name), getattr(present, name)) for name in SCALING}
+    return {name: f"{name} was {old!r}, is {new!r}" for name, (old, new) in values.items() if old != new}
 
 
 def trained_parameters(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
 from firedistill.models.errors import ModelError
-from firedistill.models.lora import FACTORS, factor_shapes, read_factors, trained_parameters
+from firedistill.models.lora import FACTORS, factor_shapes, read_factors, scaling_changes, trained_parameters
 from firedistill.models.sharding import lockstep
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
@@ -154,6 +154,7 @@ class ResumableTrainer(Trainer):
             raise CheckpointError(f"{folder} was renamed: it holds step {manifest.get('step')!r}")
         self.adopt(identity.part(manifest, "settings"))
         self._allowed_changes = identity.refuse_differences(folder, manifest, self.identity(), self.args, allow_changes)
+        refuse_another_scale(self.model, folder, allow_changes)
         if step > self.args.max_steps:
             raise CheckpointError(
                 f"{folder} is beyond max_steps ({self.args.max_steps}): raise max_steps, or start from the beginning"
@@ -477,6 +478,19 @@ def copy_of(write: Callable[[Path], None], name: str) -> str:
     except OSError as error:
         return f"A copy in {tempfile.gettempdir()} failed as well ({' '.join(str(error).split())})"
     return f"A copy is in {place / name}"
+
+
+def refuse_another_scale(model: PeftModel, folder: Path, allowed: Sequence[str]) -> None:
+    """Raise CheckpointError if the stored factors would have another effect in the model's adapter, or its settings are damaged."""
+    try:
+        changes = scaling_changes(model, folder)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from error
+    if refused := [text for name, text in changes.items() if name not in allowed]:
+        raise CheckpointError(
+            f"the adapter in {folder} has other settings than the model's: {'; '.join(refused)}. Resume with the PeftModel or the "
+            f"initial_adapter that the run began with, or with --initial_adapter {folder}"
+        )
 
 
 def load_adapter_weights(model: PeftModel, folder: Path) -> None:
