@@ -24,7 +24,7 @@ from firedistill.config import effect
 from firedistill.objectives import Metrics, Objective, registered_objectives
 from firedistill.run import checkpoints, signals
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
-from firedistill.run.identity import choose, differences, to_plain
+from firedistill.run.identity import choose, differences, to_plain, tokenizer_fingerprint
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import DIFFERENT_METHODS, METHODS
@@ -257,6 +257,23 @@ def test_other_data_and_another_base_model_are_other_runs(copy, model, tmp_path)
     other = save_checkpoint(tmp_path / "other", seed=1)
     with pytest.raises(CheckpointError, match="base_model was"):
         train(other, copy, "fire", 4)
+
+
+def test_another_chat_template_or_vocabulary_is_another_run(copy, model, tmp_path):
+    shutil.rmtree(copy / "checkpoint-4")
+    other = Path(shutil.copytree(model, tmp_path / "model"))
+    (other / "chat_template.jinja").write_text("Be brief. " + (other / "chat_template.jinja").read_text())
+    with pytest.raises(CheckpointError, match="tokenizer was '.*', is '.*--allow_changes tokenizer"):
+        train(str(other), copy, "fire", 4)
+    more = byte_tokenizer()
+    more.add_tokens(["xyz"])
+    assert tokenizer_fingerprint(more) != tokenizer_fingerprint(byte_tokenizer()) == tokenizer_fingerprint(byte_tokenizer())
+    trainer = SelfDistillTrainer(args=killable_config(str(other), copy, "fire", 4), task=RandomTask())
+    assert trainer.checkpoint_to_resume("auto", ["tokenizer"]) == copy / "checkpoint-2"
+    manifest = json.loads((copy / "checkpoint-2" / "checkpoint.json").read_text())
+    del manifest["given"]["tokenizer"]  # of a run from before it was stored
+    (copy / "checkpoint-2" / "checkpoint.json").write_text(json.dumps(manifest))
+    assert trainer.checkpoint_to_resume("auto") == copy / "checkpoint-2"
 
 
 def test_an_adapter_that_scales_its_factors_otherwise_is_refused(model, tmp_path, capsys):

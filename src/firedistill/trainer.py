@@ -64,7 +64,7 @@ from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.card import model_card
 from firedistill.run.checkpoints import CheckpointError, load_state, random_state, restore_random_state, save_state
 from firedistill.run.console import ConsoleReport
-from firedistill.run.identity import identity, model_fingerprint
+from firedistill.run.identity import identity, model_fingerprint, tokenizer_fingerprint
 from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers
@@ -593,6 +593,7 @@ class SelfDistillTrainer(ResumableTrainer):
                 self.args.world_size,
                 teacher,
                 None if judge is None else judge.fingerprint,
+                tokenizer_fingerprint(self.setup.tokenizer),
             )
         return self._identity
 
@@ -623,8 +624,8 @@ class SelfDistillTrainer(ResumableTrainer):
         Args:
             resume_from_checkpoint: None or "auto" resumes from the newest complete checkpoint of the run directory, if there is one;
                 True requires one; a path names one; False starts over and replaces the run.
-            allow_changes: settings (and `train_data`, `eval_data`, `base_model`, `world_size`) that may differ from those of the
-                checkpoint, by name; the new values apply from there on.
+            allow_changes: settings (and `train_data`, `eval_data`, `base_model`, `tokenizer`, `world_size`) that may differ from those
+                of the checkpoint, by name; the new values apply from there on.
             preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
 
         Returns:

@@ -1,7 +1,7 @@
 """Whether a run may continue from a checkpoint, and from which one.
 
-A checkpoint records the settings of its run, fingerprints of the data and the base model, and the machine. Settings whose
-`firedistill.config.effect` is "place" or "none" may differ; any other difference is refused unless the caller allows it by name.
+A checkpoint records the settings of its run, fingerprints of the data, the base model and the tokenizer, and the machine. Settings
+whose `firedistill.config.effect` is "place" or "none" may differ; any other difference is refused unless the caller allows it by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from firedistill.coerce import read_yaml
 from firedistill.config import OPEN, SelfDistillConfig, effect
@@ -45,6 +46,7 @@ def identity(
     world_size: int,
     teacher: str = "ema",
     judge: str | None = None,
+    tokenizer: str | None = None,
 ) -> dict[str, Any]:
     """The settings of a run and fingerprints of its inputs, as plain JSON values.
 
@@ -54,6 +56,7 @@ def identity(
         world_size: number of processes.
         teacher: "ema", another average of the student by its name, or the `model_fingerprint` of a teacher with weights of its own.
         judge: the `JudgeFile.fingerprint` of the judge; None without one.
+        tokenizer: see `tokenizer_fingerprint`.
     """
     given = {
         "base_model": base_model,
@@ -62,6 +65,7 @@ def identity(
         "world_size": world_size,
         "teacher_weights": teacher,
         "judge_file": judge,
+        "tokenizer": tokenizer,
     }
     return to_plain({"settings": dict(settings), "given": given})
 
@@ -107,6 +111,11 @@ def model_fingerprint(model: nn.Module) -> str:
     return digest(parts)
 
 
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the chat template and of all tokens with their ids."""
+    return digest([tokenizer.chat_template, *sorted(tokenizer.get_vocab().items())])
+
+
 def digest(parts: Sequence[Any]) -> str:
     """A short hash of texts and numbers."""
     total = hashlib.sha256()
@@ -124,7 +133,9 @@ def to_plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Values used by older runs, which do not store these settings, where they are not the present defaults.
-BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32", "judge_file": None}
+BEFORE_THE_OPTION = {"teacher_weights": "ema", "lora_dtype": "float32", "judge_file": None, "tokenizer": None}
+# What says nothing: older runs do not store their tokenizers.
+UNDECIDED = {**OPEN, "tokenizer": None}
 
 
 def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: SelfDistillConfig) -> dict[str, str]:
@@ -139,7 +150,7 @@ def differences(stored: Mapping[str, Any], present: Mapping[str, Any], config: S
     found = {}
     for name in dict.fromkeys([*before, *now]):
         values = [side.get(name, unknown) for side in (before, now)]
-        undecided = name in OPEN and OPEN[name] in values
+        undecided = name in UNDECIDED and UNDECIDED[name] in values
         if name == "lora_dtype" and now.get("model_dtype") == "float32":  # the type of the base is that of the factors
             continue
         if effect(name) in ("result", "rounding") and values[0] != values[1] and not undecided:
