@@ -269,7 +269,8 @@ def test_another_chat_template_or_vocabulary_is_another_run(copy, model, tmp_pat
     more.add_tokens(["xyz"])
     assert tokenizer_fingerprint(more) != tokenizer_fingerprint(byte_tokenizer()) == tokenizer_fingerprint(byte_tokenizer())
     trainer = SelfDistillTrainer(args=killable_config(str(other), copy, "fire", 4), task=RandomTask())
-    assert trainer.checkpoint_to_resume("auto", ["tokenizer"]) == copy / "checkpoint-2"
+    for allowed in (["tokenizer"], "tokenizer"):
+        assert trainer.checkpoint_to_resume("auto", allowed) == copy / "checkpoint-2"
     manifest = json.loads((copy / "checkpoint-2" / "checkpoint.json").read_text())
     del manifest["given"]["tokenizer"]  # of a run from before it was stored
     (copy / "checkpoint-2" / "checkpoint.json").write_text(json.dumps(manifest))
@@ -368,6 +369,8 @@ def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, mod
         t.checkpoint_to_resume(str(copy / "checkpoint-9"))
     with pytest.raises(CheckpointError, match="holds a run of its own"):
         t.checkpoint_to_resume(str(whole / "checkpoint-2"))
+    with pytest.raises(TypeError, match="resume_from_checkpoint is a int: expected True, False, None, 'auto' or the path"):
+        t.train(resume_from_checkpoint=3)
 
 
 def test_a_renamed_checkpoint_and_one_beyond_the_end_are_refused(copy, model):

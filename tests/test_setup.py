@@ -124,7 +124,7 @@ def test_the_seed_alone_decides_the_adapter(config):
     base = random_model()
     torch.manual_seed(1)
     assert same(add_lora(base, r=4, dropout=0.1), setup.model)
-    assert same(SelfDistillTrainer(args=config(seed=1)).model, setup.model)
+    assert same(SelfDistillTrainer(args=config(seed=1), optimizers=None).model, setup.model)
 
 
 def test_an_adapter_that_is_given_stays(config, tmp_path):
@@ -241,6 +241,9 @@ def test_arguments_of_other_types_are_refused(config, model):
         load_setup({"model": model})
     with pytest.raises(ValueError, match="model is a int: expected a PreTrainedModel, a PeftModel, or the name of a model"):
         load_setup(config(), model=42)
+    for name in ("train_examples", "eval_examples"):
+        with pytest.raises(TypeError, match=f"{name} is a int: expected examples or rows, such as a list of mappings"):
+            load_setup(config(), **{name: 3})
     assert load_setup(config(), model=Path(model)).args.model == str(model)
 
 

@@ -128,7 +128,7 @@ def load_setup(
         teacher: False loads no teacher, for an evaluation.
 
     Raises:
-        TypeError: `tokenizer` is something else.
+        TypeError: `tokenizer` or the problems are something else.
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
     if not isinstance(args, SelfDistillConfig):
@@ -142,6 +142,9 @@ def load_setup(
             f"processing_class (tokenizer of load_setup) is a {type(tokenizer).__name__}: expected a tokenizer, such as "
             "AutoTokenizer.from_pretrained returns"
         )
+    for name, given in (("train_examples", train_examples), ("eval_examples", eval_examples)):
+        if not isinstance(given, Iterable | None):
+            raise TypeError(f"{name} is a {type(given).__name__}: expected examples or rows, such as a list of mappings")
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:

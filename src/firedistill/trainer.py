@@ -156,8 +156,9 @@ class SelfDistillTrainer(ResumableTrainer):
         eval_examples: Iterable[Any] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] = (None, None),
+        optimizers: tuple[torch.optim.Optimizer | None, torch.optim.lr_scheduler.LambdaLR | None] | None = None,
     ):
+        optimizers = optimizers or (None, None)
         args = self.config_class() if args is None else args
         warm = isinstance(args, WarmStartConfig)
         if warm != issubclass(self.config_class, WarmStartConfig):

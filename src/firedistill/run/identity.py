@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -222,8 +223,13 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
             False for none; or the path of a checkpoint.
 
     Raises:
+        TypeError: `wanted` is none of these.
         CheckpointError: there is no complete checkpoint, or it belongs to another run than the one in the run directory.
     """
+    if not isinstance(wanted, str | os.PathLike | bool | None):
+        raise TypeError(
+            f"resume_from_checkpoint is a {type(wanted).__name__}: expected True, False, None, 'auto' or the path of a checkpoint"
+        )
     if isinstance(wanted, str):
         words: dict[str, bool | None] = {"auto": None, "none": False, "true": True, "false": False}
         wanted = words.get(wanted.lower(), wanted)

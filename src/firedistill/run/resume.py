@@ -142,6 +142,7 @@ class ResumableTrainer(Trainer):
 
     def checkpoint_to_resume(self, wanted: str | Path | bool | None, allow_changes: Sequence[str] = ()) -> Path | None:
         """The checkpoint from which `train` would continue, or None for a new start; raises CheckpointError as `train` does."""
+        allow_changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
         folder = identity.choose(wanted, self.args.run_dir)
         if len(set(gather_object([str(folder)]))) > 1:
             raise CheckpointError(f"the processes see different checkpoints in {self.args.run_dir}: it must be a shared folder")
