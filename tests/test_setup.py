@@ -173,7 +173,13 @@ def test_adapters_that_cannot_be_trained_are_refused(config, tmp_path):
     in_part = get_peft_model(random_model(), lora())
     next(parameter for name, parameter in in_part.named_parameters() if "lora_A" in name).requires_grad_(False)
     get_peft_model(random_model(), lora()).save_pretrained(tmp_path / "adapter")
+    with_head = get_peft_model(random_model(), lora())
+    with_head.get_output_embeddings().requires_grad_(True)
     for model, complaint in (
+        (
+            with_head,
+            r"the model trains \S*(lm_head|embed_tokens)\.weight beside its adapter, which alone is saved: requires_grad_",
+        ),
         (two, r"the adapters 'default' \(LORA\), 'two' \(LORA\): expected one LoRA adapter called 'default'"),
         (get_peft_model(random_model(), lora(), adapter_name="mine"), r"the adapters 'mine' \(LORA\): expected one"),
         (get_peft_model(random_model(), IA3Config(task_type="CAUSAL_LM")), r"the adapters 'default' \(IA3\): expected one"),

@@ -38,6 +38,7 @@ from firedistill.tasks.judged import guarded_task
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
+from firedistill.terminal import some
 
 logger = logging.getLogger(__name__)
 
@@ -430,6 +431,11 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel, train: bool) -> No
     if train and not all(factor.requires_grad for factor in factors):
         raise ValueError(
             "the model's adapter is frozen: load it by PeftModel.from_pretrained(..., is_trainable=True); all its factors are trained"
+        )
+    others = [name for name, parameter in model.named_parameters() if parameter.requires_grad and ".lora_" not in name]
+    if train and others:
+        raise ValueError(
+            f"the model trains {some(others)} beside its adapter, which alone is saved: requires_grad_(False) freezes them"
         )
     if any(factor.dtype == torch.bfloat16 for factor in factors):
         raise ValueError(
