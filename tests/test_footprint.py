@@ -116,7 +116,7 @@ def test_equal_layers_are_counted_from_the_first_ones():
 
 @pytest.mark.parametrize("fixed", [True, False])
 def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
-    """Rows to powers of two and columns to windows, beside the keys and values of the prompts."""
+    """Rows to powers of two and columns to buckets, beside the keys and values of the prompts."""
     model = add_lora(random_model())
     if not fixed:
         model.config._attn_implementation = "eager"

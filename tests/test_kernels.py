@@ -363,7 +363,7 @@ def states_of(model, with_kernels, monkeypatch):
                 engine.decoder.tensors["tokens"].copy_(torch.arange(5, 5 + batch.rows) + step)
                 with attention.own_attention(engine.decoder.model):
                     found.append(
-                        engine.decoder.forward(batch.rows, engine.decoder.window(batch.rows, batch.width + step)).clone()
+                        engine.decoder.forward(batch.rows, engine.decoder.bucket(batch.rows, batch.width + step)).clone()
                     )
                 engine.decoder.put(engine.decoder.tensors["tokens"][: batch.rows].clone())
     return torch.stack(found)

@@ -447,9 +447,9 @@ SAMPLINGS = [
 
 @pytest.fixture
 def few_candidates(monkeypatch):
-    """Draws often need more candidates than the first ones, and windows are narrow."""
+    """Draws often need more candidates than the first ones, and buckets are narrow."""
     monkeypatch.setattr(fixed, "CANDIDATES", 3)
-    monkeypatch.setattr(fixed, "WINDOW", 8)
+    monkeypatch.setattr(fixed, "BUCKET", 8)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "nucleus", "top-k", "penalty"])
@@ -559,7 +559,7 @@ class Replayed:
         self.step(*self.arguments)
 
 
-def test_each_window_and_size_has_its_graph(few_candidates, monkeypatch):
+def test_each_bucket_and_size_has_its_graph(few_candidates, monkeypatch):
     """The first step of a kind runs by itself; a later call replays what an earlier one captured, unless a weight lies elsewhere."""
     model, tokenizer = ending_with([])
     model.double()
@@ -716,24 +716,24 @@ def test_graphs_that_are_dropped_take_their_pool_along(few_candidates, monkeypat
     monkeypatch.setattr(fixed, "GRAPHS", 2)
     monkeypatch.setattr(fixed.Decoder, "capture", capture)
     engine.generate(PROMPTS[:2], replace(GREEDY, max_new_tokens=20), seed=0)
-    assert pools == [None, (0, 7), None], "the third window found two graphs"
+    assert pools == [None, (0, 7), None], "the third bucket found two graphs"
     (key,) = engine.decoder.graphs
     assert all(isinstance(part, int) for part in key), "a key is cheap to look up"
 
 
-def test_windows_widen_and_long_answers_have_few():
-    """Every window holds the present column, and at most half as many columns past it as up to it."""
+def test_buckets_widen_and_long_answers_have_few():
+    """Every bucket holds the present column, and at most half as many columns past it as up to it."""
     decoder = fixed.Decoder(random_model(), 0, [2])
-    decoder.columns = 66 * fixed.WINDOW
-    windows = [decoder.window(1, column) for column in range(359, 360 + 16_384)]
-    assert windows == sorted(windows) and len(set(windows)) <= fixed.GRAPHS / 2
-    assert all(column < window <= max(1.5 * column + 1, column + fixed.WINDOW) for column, window in enumerate(windows, 359))
-    assert {window for window in windows if window <= 8 * fixed.WINDOW} == {fixed.WINDOW * n for n in range(2, 9)}
-    assert windows[-1] == decoder.columns, "never more than there is"
+    decoder.columns = 66 * fixed.BUCKET
+    buckets = [decoder.bucket(1, column) for column in range(359, 360 + 16_384)]
+    assert buckets == sorted(buckets) and len(set(buckets)) <= fixed.GRAPHS / 2
+    assert all(column < bucket <= max(1.5 * column + 1, column + fixed.BUCKET) for column, bucket in enumerate(buckets, 359))
+    assert {bucket for bucket in buckets if bucket <= 8 * fixed.BUCKET} == {fixed.BUCKET * n for n in range(2, 9)}
+    assert buckets[-1] == decoder.columns, "never more than there is"
 
 
-def test_wide_windows_give_the_same_tokens(monkeypatch):
-    monkeypatch.setattr(fixed, "WINDOW", 2)
+def test_wide_buckets_give_the_same_tokens(monkeypatch):
+    monkeypatch.setattr(fixed, "BUCKET", 2)
     model, tokenizer = ending_with([])
     growing, one = (HFRolloutEngine(model.double(), tokenizer, fixed=choice) for choice in (False, True))
     shown, show = [], fixed.FixedLayer.show
@@ -789,7 +789,7 @@ def test_a_row_without_a_distribution_is_reported_after_another_was_drawn_again(
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = {
-    "two windows": ([[5 + i % 200 for i in range(250)], [10, 11]], Sampling(max_new_tokens=24)),
+    "two buckets": ([[5 + i % 200 for i in range(250)], [10, 11]], Sampling(max_new_tokens=24)),
     "penalty": (PROMPTS, Sampling(temperature=1.0, top_p=1.0, repetition_penalty=1.3, max_new_tokens=40)),
     "draws that need more candidates": (PROMPTS, Sampling(temperature=1.3, max_new_tokens=40)),
 }

@@ -28,7 +28,7 @@ from firedistill.models.sharding import local
 from firedistill.models.states import inference_mode, is_sharded, last_hidden_states, unwrap
 from firedistill.objectives import Objective, load_objective
 from firedistill.ops import fire_head
-from firedistill.rollouts.fixed import WINDOW, can_fix, power_of_two
+from firedistill.rollouts.fixed import BUCKET, can_fix, power_of_two
 from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.merging import can_pack, merged_bytes
 from firedistill.rollouts.padding import cache_bytes_per_token
@@ -179,7 +179,7 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
     columns, first, per_token = width + args.max_new_tokens, 0.0, cache_bytes_per_token(config, causal_lm.dtype)
     if args.device.type == "cuda" and (decoded := causal_lm_for_decoding(model)) is not None and can_fix(decoded):
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
-        rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // WINDOW) * WINDOW
+        rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // BUCKET) * BUCKET
         first = read * width * per_token
     first += (most - rows) * columns * per_token + SCORES * 4 * most * config.vocab_size
     return copies, rows * columns * per_token, first + pass_memory(model, read, width)

@@ -29,7 +29,7 @@ from firedistill.rollouts.sampling import TOO_FEW, choose_tokens, draw, penalize
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 16  # tokens per row between two looks of the host
-WINDOW = 256  # attention reads a multiple of this number of columns; see `window_of`
+BUCKET = 256  # attention reads a multiple of this number of columns; see `bucket_of`
 CANDIDATES = 1024  # a row whose draw needs more tokens than these costs a step again
 GRAPHS = 64  # kept at most
 
@@ -48,11 +48,11 @@ def power_of_two(rows: int) -> int:
     return 1 << (rows - 1).bit_length()
 
 
-def window_of(columns: int) -> int:
-    """The least window that holds this number of columns."""
-    # Each window has its own graph. Wider steps keep those of long answers few: 22 for 16,384 tokens. On average, attention reads half
+def bucket_of(columns: int) -> int:
+    """The least bucket that holds this number of columns."""
+    # Each bucket has its own graph. Wider steps keep those of long answers few: 22 for 16,384 tokens. On average, attention reads half
     # a step in vain.
-    step = WINDOW if columns <= 8 * WINDOW else 4 * WINDOW
+    step = BUCKET if columns <= 8 * BUCKET else 4 * BUCKET
     return -(-columns // step) * step
 
 
@@ -94,7 +94,7 @@ class Decoder:
     Attributes:
         rows, columns: sequences, and tokens of prompt and response together, that there is room for.
         kind: stands for sampling parameters and addresses of the weights.
-        graphs: by rows, window and kind; None for a step that has run once.
+        graphs: by rows, bucket and kind; None for a step that has run once.
     """
 
     def __init__(self, model: PreTrainedModel, pad_id: int, stop_ids: Sequence[int]):
@@ -151,11 +151,11 @@ class Decoder:
             self.kinds[key] = next(self.numbers)
         self.kind = self.kinds[key]
 
-    def forward(self, rows: int, window: int) -> Tensor:
+    def forward(self, rows: int, bucket: int) -> Tensor:
         """Logits `[rows, V]` after the present token of each row, whose keys and values are written to the present column."""
         at = self.tensors
         at["visible"].index_fill_(3, at["column"], True)
-        mask, keys = at["visible"][:rows, :, :, :window], self.layers[0].keys
+        mask, keys = at["visible"][:rows, :, :, :bucket], self.layers[0].keys
         # PyTorch's attention adds it to the scores, and would convert it in every layer.
         if mask.is_cuda and not takes_heads(keys):
             dtype = keys.dtype
@@ -163,7 +163,7 @@ class Decoder:
         ids = at["tokens"][:rows, None].clamp(min=0)
         return next_logits(self.model, ids, mask, at["column"] - at["padding"][:rows], Cache(layers=[*self.layers]))
 
-    def step(self, rows: int, window: int, sampling: Sampling, exact: bool = False) -> None:
+    def step(self, rows: int, bucket: int, sampling: Sampling, exact: bool = False) -> None:
         """Read the present token of each row and draw the next one. A row whose response has ended repeats its last token.
 
         Args:
@@ -172,7 +172,7 @@ class Decoder:
         at = self.tensors
         before = at["tokens"][:rows]
         ended = (before.unsqueeze(-1) == at["stops"]).any(-1)
-        scores = self.forward(rows, window)
+        scores = self.forward(rows, bucket)
         if sampling.repetition_penalty != 1:
             at["seen"][:rows].scatter_(-1, before.unsqueeze(-1).clamp(min=0), True)
             scores = penalize_repetition(scores, at["seen"][:rows], sampling.repetition_penalty)
@@ -188,31 +188,31 @@ class Decoder:
         at["step"] += 1
         at["column"] += 1
 
-    def window(self, rows: int, column: int) -> int:
-        """Let attention read `rows` and the window that holds this column; returns its columns."""
-        window = min(window_of(column + 1), self.columns)
-        if self.shown != (rows, window):
-            self.shown = rows, window
+    def bucket(self, rows: int, column: int) -> int:
+        """Let attention read `rows` and the bucket that holds this column; returns its columns."""
+        bucket = min(bucket_of(column + 1), self.columns)
+        if self.shown != (rows, bucket):
+            self.shown = rows, bucket
             for layer in self.layers:
-                layer.show(rows, window)
-        return window
+                layer.show(rows, bucket)
+        return bucket
 
     def advance(self, rows: int, column: int, sampling: Sampling) -> None:
         """`step` at this column, from a graph where there is one."""
-        window = self.window(rows, column)
-        key = rows, window, self.kind
+        bucket = self.bucket(rows, column)
+        key = rows, bucket, self.kind
         # The first step of its kind runs by itself, so that libraries allocate what they keep outside of a graph.
         if self.captures and key in self.graphs:
-            self.graphs[key] = graph = self.graphs[key] or self.capture(rows, window, sampling)
+            self.graphs[key] = graph = self.graphs[key] or self.capture(rows, bucket, sampling)
             if graph is not None:
                 return graph.replay()  # on the device of the capture, whichever is current
         elif self.captures:
             if len(self.graphs) == GRAPHS:
                 self.drop_graphs()
             self.graphs[key] = None
-        self.step(rows, window, sampling)
+        self.step(rows, bucket, sampling)
 
-    def capture(self, rows: int, window: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
+    def capture(self, rows: int, bucket: int, sampling: Sampling) -> torch.cuda.CUDAGraph | None:
         """A graph of the step; None, now and later, if the model cannot be captured."""
         try:
             graph = torch.cuda.CUDAGraph()
@@ -225,7 +225,7 @@ class Decoder:
                 torch.cuda.stream(torch.cuda.current_stream()),
                 torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
-                self.step(rows, window, sampling)
+                self.step(rows, bucket, sampling)
         except Exception as error:
             self.clean_up()
             cause = error.__context__ or error  # of a step that failed, and whose capture could not be ended either
@@ -265,7 +265,7 @@ class FixedBatch:
         self.width = read.ids.shape[-1]
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         scores = next_logits(model, read.ids, read.mask, (read.mask.cumsum(-1) - 1).clamp(min=0), cache)
-        columns = -(-(self.width + self.steps) // WINDOW) * WINDOW
+        columns = -(-(self.width + self.steps) // BUCKET) * BUCKET
         states = [(layer.keys, layer.values) for layer in cast(Any, cache).layers]
         decoder.reserve(states, self.rows, columns, scores.shape[-1])
         at, spare = decoder.tensors, self.rows - self.count
@@ -315,7 +315,7 @@ class FixedBatch:
         if self.prompts_seen is not None:
             self.see(step - 1)
         with own_attention(self.decoder.model):
-            self.decoder.step(rows, self.decoder.window(rows, self.width + step - 1), self.sampling, exact=True)
+            self.decoder.step(rows, self.decoder.bucket(rows, self.width + step - 1), self.sampling, exact=True)
         self.done = step + 1
 
     def see(self, step: int) -> None:
