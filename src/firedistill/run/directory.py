@@ -162,7 +162,7 @@ def finished_step(folder: Path) -> int | None:
 # ---- One trainer at a time -------------------------------------------------------------------------------------------------
 
 
-def machine() -> str:
+def lock_domain() -> str:
     """What processes with common locks share: a boot of an operating system, or else the host's name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -231,7 +231,7 @@ class RunLock:
             self.file.close()
             return self._take()
         self.process = os.getpid()
-        self.owner = {"host": socket.gethostname(), "pid": self.process, "machine": machine(), "id": uuid.uuid4().hex}
+        self.owner = {"host": socket.gethostname(), "pid": self.process, "machine": lock_domain(), "id": uuid.uuid4().hex}
         self.file.seek(0)
         self.file.truncate()
         self.file.write(json.dumps(self.owner).encode())
@@ -285,7 +285,7 @@ class RunLock:
             RunDirectoryError: its heartbeat changes.
         """
         holder, beat = self._holder(), os.fstat(self.file.fileno()).st_mtime_ns
-        if not holder or (self.locks and holder.get("machine") == machine()):
+        if not holder or (self.locks and holder.get("machine") == lock_domain()):
             return
         age = self._now() - beat / 1e9
         if age < GONE_AFTER:
