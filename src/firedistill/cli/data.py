@@ -151,7 +151,18 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
     # The checks of data read these four attributes only.
     nothing = cast(Any, None)
-    setup = Setup(config, guarded, nothing, nothing, nothing, train, evaluation, {}, None, nothing)
+    setup = Setup(
+        args=config,
+        task=guarded,
+        model=nothing,
+        tokenizer=nothing,
+        encoder=nothing,
+        train_examples=train,
+        eval_examples=evaluation,
+        also={},
+        teacher_model=None,
+        teacher_encoder=nothing,
+    )
     for finding in (found for check in (check_examples, check_golds, check_feedback) for found in check(setup)):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
     if isinstance(task, TableTask):
