@@ -365,6 +365,8 @@ def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, mod
     t = SelfDistillTrainer(args=killable_config(model, copy, "fire", 4), task=RandomTask())
     t.train(resume_from_checkpoint=copy / "checkpoint-2")
     assert same_runs(whole, copy) == []
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint {Path.home()}/none"):
+        t.checkpoint_to_resume("~/none")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         t.checkpoint_to_resume(str(copy / "checkpoint-9"))
     with pytest.raises(CheckpointError, match="holds a run of its own"):

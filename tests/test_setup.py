@@ -116,6 +116,30 @@ def test_several_gpus_are_reported(config, caplog):
     assert "for all 4 start with: torchrun --no-python --standalone --nproc_per_node 4 firedistill" in caplog.text
 
 
+def test_every_path_may_begin_with_the_home_folder(config, model, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "d").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "d" / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "Two.\\n#### 2"}\n')
+    (tmp_path / "judge.yaml").write_text("url: http://localhost:1/v1\nmodel: m\nreply: {mistake: The first mistake.}\n")
+    load_setup(config()).model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "model").symlink_to(model)
+    paths = {
+        "data_dir": "~/d",
+        "judge": "~/judge.yaml",
+        "output_dir": "~/run",
+        "initial_adapter": "~/adapter",
+        "teacher": "~/adapter",
+    }
+    args = load_setup(SelfDistillConfig(model="~/model", task="gsm8k", eval_size=1, use_cpu=True, **paths)).args
+    assert (args.data_dir, args.output_dir) == (str(tmp_path / "d"), str(tmp_path / "run"))
+    own = load_setup(config(task="~/d/train.jsonl", eval_data="~/d/test.jsonl", answer="numeric", eval_size=1))
+    assert own.eval_examples[0].answer == "2"
+    for name, file in {"deepspeed": "none.json", "judge": "none.yaml"}.items():
+        with pytest.raises(ValueError, match=f"{name} is '{tmp_path}/{file}'"):
+            load_setup(config(**{name: f"~/{file}"}))
+
+
 def test_the_seed_alone_decides_the_adapter(config):
     setup = load_setup(config(seed=1))
     torch.rand(17)

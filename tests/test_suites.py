@@ -221,6 +221,15 @@ def test_files_and_folders_of_a_suite_are_found_from_everywhere(toy, tmp_path, m
     assert {entry["data_dir"] for entry in settings} == {str(tmp_path / "teacher")}
 
 
+def test_recipes_and_the_folder_of_a_suite_may_be_in_the_home_folder(toy, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    toy.write_text("blocks: [{recipes: [~/toy.yaml], methods: [fire], warmstart: ~/toy.yaml}]")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert {run.recipe for run in make_plan(str(toy)).runs} == {str(tmp_path / "toy.yaml")}
+    assert SuiteFolder("~/s").folder == tmp_path / "s"
+
+
 def test_options_for_all_runs_win_and_are_checked(toy):
     plan = make_plan(str(toy), only=["full_context"], options={"max_steps": "3", "ema_rate": "1"})
     assert [(run.max_steps, run.settings["ema_rate"]) for run in plan.runs] == [(3, "1")] * 2

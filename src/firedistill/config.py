@@ -431,6 +431,8 @@ class SelfDistillConfig(TrainingArguments):
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
+        if isinstance(self.deepspeed, str):
+            self.deepspeed = os.path.expanduser(self.deepspeed)
         if self.report_to is None:
             self.report_to = "none"  # transformers would look for a tracker called None
         if self.eval_size == 0 and self.eval_strategy == "no":

@@ -149,7 +149,7 @@ def load_setup(
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
-        args.data_dir = os.path.abspath(args.data_dir)
+        args.data_dir = os.path.abspath(os.path.expanduser(args.data_dir))
     if args.deterministic:
         use_deterministic_algorithms()
     check_trackers(args.report_to)

@@ -249,7 +249,7 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
                 "--overwrite starts from the beginning and removes what is there (in Python: resume_from_checkpoint=False)"
             )
         return newest
-    folder = Path(wanted)
+    folder = Path(wanted).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; expected a folder checkpoint-<step>, or auto")
     if folder.resolve().parent != Path(run).resolve() and (found or is_run(Path(run))):

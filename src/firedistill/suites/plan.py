@@ -275,9 +275,10 @@ def listed(block: Mapping[str, Any], key: str, default: list[Any] | None = None)
 
 def recipe_of(recipe: str, folder: Path | None) -> str:
     """The full path of a recipe file, searched beside the suite file first; any other name is a built-in recipe."""
-    if folder is not None and (folder / recipe).is_file():
-        return str(folder / recipe)
-    return str(Path(recipe).resolve()) if Path(recipe).is_file() else recipe
+    path = Path(recipe).expanduser()
+    if folder is not None and (folder / path).is_file():
+        return str(folder / path)
+    return str(path.resolve()) if path.is_file() else recipe
 
 
 def short(recipe: str) -> str:

@@ -82,7 +82,7 @@ class SuiteFolder:
     """A suite on disk."""
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.plan_path = self.folder / "plan.json"
 
     @property
