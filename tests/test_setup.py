@@ -341,6 +341,36 @@ def test_an_evaluation_needs_no_training_problems(config):
     assert len(rollouts) == 3 and not skipped
 
 
+def test_further_tasks_get_the_data_that_they_read(config, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "Two.\\n#### 2"}\n')
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"question": "{n} + 1?", "answer": {n + 1}}}\n' for n in range(9)))
+    others = [
+        "arithmetic",
+        "functions:easy",
+        "planted:answer:0.3:arithmetic",
+        "planted:answer:0:gsm8k",
+        str(tmp_path / "own.jsonl"),
+    ]
+    setup = load_setup(config(task="gsm8k", data_dir=str(tmp_path), eval_also=others, eval_size=1))
+    assert {name: len(problems) for name, (_, problems) in setup.also.items()} == dict.fromkeys(others, 1)
+    assert load_setup(config(eval_also=["arithmetik"], eval_size=0)).also == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("arithmetik", "unknown task 'arithmetik'"),
+        ("gsm8k", "data_dir .*nowhere is not a folder"),
+        ("nowhere:Task", "unknown task: found no module 'nowhere'"),
+    ],
+)
+def test_further_tasks_are_read_before_the_model(name, complaint, config, monkeypatch):
+    monkeypatch.setattr(setup, "load_model_and_tokenizer", lambda *args, **kwargs: pytest.fail("loads the model"))
+    with pytest.raises(ValueError, match=f"^eval_also names '{name}': {complaint}"):
+        load_setup(config(eval_also=[name], data_dir="nowhere"))
+
+
 class Faulty(ToyTask):
     def verify(self, example, response):
         raise LookupError("no such key")

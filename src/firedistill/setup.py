@@ -172,6 +172,7 @@ def load_setup(
             f"judge {args.judge} gives feedback fields, which nothing reads with method {args.method} and these options of the "
             "teacher: leave judge out, or name a verdict or a threshold in the file"
         )
+    also = also_evaluated(args) if args.eval_size else {}
     if model is None and args.model.startswith(OBJECT):
         text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
         raise ValueError(text)
@@ -229,12 +230,6 @@ def load_setup(
         eval_examples = given_examples(eval_examples, task, "eval_examples")
     else:
         eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
-    also: dict[str, tuple[Task, list[Example]]] = {}
-    for name in args.eval_also if eval_examples else []:
-        other = guarded_task(load_task(name), args.task_timeout)
-        also[name] = other, held_out(other, args, "eval")
-        if not also[name][1]:
-            raise ValueError(f"eval_also names {name!r}, which has no held-out problems: leave it out")
     if train and not train_examples:
         raise ValueError(
             f"task {task.name!r} has no training examples: its split 'train' is empty; add problems or name another task"
@@ -252,7 +247,7 @@ def load_setup(
         encoder=PromptEncoder(tokenizer),
         train_examples=train_examples,
         eval_examples=eval_examples,
-        also=also,
+        also=also if eval_examples else {},
         decided=decided,
         teacher_model=teacher_model,
         teacher_encoder=PromptEncoder(teacher_tokenizer),
@@ -357,6 +352,26 @@ def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:
             other = "; eval_data names a file of held-out problems" if own else ""
             raise ValueError(f"eval_split is {split!r}: {error} Without eval_split it is 'eval'{other}") from error
     return task.examples(split, args.eval_size, args.eval_subset_seed, args.data_dir)
+
+
+def also_evaluated(args: SelfDistillConfig) -> dict[str, tuple[Task, list[Example]]]:
+    """The tasks that `eval_also` names, with their held-out problems. Only those that read `data_dir` get it.
+
+    Raises:
+        ValueError: there is no such task, or it has no held-out problems.
+    """
+    found = {}
+    for name in args.eval_also:
+        try:
+            task, settings = guarded_task(load_task(name), args.task_timeout), copy.copy(args)
+            if not getattr(task, "reads_data_dir", True):
+                settings.data_dir = None
+            found[name] = task, held_out(task, settings, "eval")
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"eval_also names {name!r}: {error}") from error
+        if not found[name][1]:
+            raise ValueError(f"eval_also names {name!r}, which has no held-out problems: leave it out")
+    return found
 
 
 def use_deterministic_algorithms() -> None:

@@ -43,6 +43,7 @@ class Arithmetic(NumericTask):
 
     train_split = "train"
     eval_split = "eval"
+    reads_data_dir = False
 
     def __init__(self, level: str = "mixed") -> None:
         if level not in LEVELS:

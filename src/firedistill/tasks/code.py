@@ -113,6 +113,7 @@ class CodeTask(Task):
                 raise ValueError(f"code:{source}: expected an existing file that ends with {', '.join(SUFFIXES)}")
             self.name = f"code:{self.source.name.partition('.')[0]}"
             self.train_split = self.eval_split = "all"
+            self.reads_data_dir = False
 
     def load_rows(self, published_split: str, data_dir: str | None = None) -> Rows:
         if self.source is None:

@@ -40,6 +40,7 @@ class Functions(CodeTask):
 
     train_split = "train"
     eval_split = "eval"
+    reads_data_dir = False
 
     def __init__(self, level: str = "mixed") -> None:
         super().__init__()

@@ -60,6 +60,7 @@ class GymTask(Task):
     type_name = "reasoning"
     answer_type = "text"
     checker_mode = "task-scorer"
+    reads_data_dir = False
     final_marker = "####"
     format_instruction = (
         "Work through the problem step by step. Then, on a new final line, write the final answer as `#### ` followed by the "

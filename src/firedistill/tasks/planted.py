@@ -48,7 +48,9 @@ class Planted(Task):
             )
         if inspect.iscoroutinefunction(task.feedback):
             raise ValueError(f"{self.name}: feedback of {task.name} is async def, which planted noise does not wait for")
-        attributes = "type_name answer_type checker_mode final_marker format_instruction at_once train_split eval_split"
+        attributes = (
+            "type_name answer_type checker_mode final_marker format_instruction at_once train_split eval_split reads_data_dir"
+        )
         for name in [*attributes.split(), "examples", "resolve_split", "prompt", "verify"]:  # `verify` may be async def
             setattr(self, name, getattr(task, name))
 

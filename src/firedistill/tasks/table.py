@@ -207,6 +207,8 @@ class TableTask(Task):
         ValueError: an option has an invalid value. The data are read later, by `prepare` and `check`.
     """
 
+    reads_data_dir = False
+
     def __init__(
         self,
         data: Any,

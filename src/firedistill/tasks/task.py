@@ -59,6 +59,7 @@ class Task:
         format_instruction: tells the student how to write the answer.
         at_once: the number of threads that may call plain `verify` and `feedback` at the same time; 1: only the main thread calls
             them. A call that is past its time limit no longer counts.
+        reads_data_dir: whether `examples` takes a `data_dir`.
         hub_id, hub_config, hub_revision: arguments of `datasets.load_dataset`.
         folder: the sub-folder of `data_dir` that may hold local copies; `name` if None.
         train_split, eval_split, other_splits: published splits, see above.
@@ -74,6 +75,7 @@ class Task:
     format_instruction: str = ""
     at_once: int = 1
 
+    reads_data_dir: bool = True
     hub_id: str | None = None
     hub_config: str | None = None
     hub_revision: str | None = None
