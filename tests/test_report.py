@@ -1039,6 +1039,10 @@ def test_the_command_writes_a_folder_or_a_picture(tmp_path, capsys):
         assert (
             f"-o is {name}: expected a folder, or a picture that ends with .png, .svg or .pdf; {name}/ makes a folder" in told
         )
+    for name, folder in {"/proc/x": "/proc/x", "/proc/x/curves.png": "/proc/x"}.items():
+        assert cli.main(["report", str(run), "-o", name]) == 2
+        told = capsys.readouterr().err
+        assert told == f"firedistill report: -o {folder} cannot be made (No such file or directory): name another one\n"
     assert cli.main(["report", str(run), "-o", f"{tmp_path}/x.html/"]) == 0 and (tmp_path / "x.html" / "index.html").is_file()
 
 

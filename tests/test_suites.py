@@ -455,6 +455,18 @@ def test_a_suite_and_a_run_keep_out_of_each_others_folders(toy, tmp_path, capsys
     assert "output_dir" not in recipe, "runs/lab is the suite's"
 
 
+def test_a_folder_that_cannot_be_made_is_refused_with_its_option(toy, capsys):
+    """A dry run makes none, and knows a file."""
+    for folder, complaint, dry in (
+        (toy, f"{toy} is not a folder; name another --output_dir", True),
+        (toy / "s", f"output_dir {toy}/s cannot be made (Not a directory): name another one", False),
+        (Path("/proc/x"), "output_dir /proc/x cannot be made (No such file or directory): name another one", False),
+    ):
+        for more in ([], *([["--dry-run"]] if dry else [])):
+            assert cli.main(["suite", str(toy), "-o", str(folder), *more]) == 2
+            assert f"firedistill suite: {complaint}" in capsys.readouterr().err
+
+
 def test_output_dir_decides_between_a_built_in_suite_and_a_folder_of_its_name(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     SuiteFolder("lab").widen(make_plan("lab", seeds=[0], only=["fire"]))

@@ -97,6 +97,7 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
                 f"{suite.folder} plans no run with these seeds and methods; see firedistill suite {suite.folder} --status"
             )
         return suite, plan, with_warm_starts(chosen, plan.runs)
+    suite.refuse_other_content()
     known = suite.plan if suite.plan_path.is_file() else None
     # A continued suite keeps its options for all runs.
     plan = make_plan(options.name, options.seeds, options.only, rest or (known.options if known else {}))

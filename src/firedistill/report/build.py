@@ -20,6 +20,7 @@ from firedistill.report.tables import (
     overview_markdown,
     pipe_table,
 )
+from firedistill.run.directory import make_folder
 
 
 def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study, list[Path]]:
@@ -32,13 +33,14 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
         The study, and the paths of the written files.
 
     Raises:
-        ValueError: a path is neither a run directory nor a suite, no run has completed a step, or `folder` is a file.
+        ValueError: a path is neither a run directory nor a suite, no run has completed a step, or `folder` is a file or cannot be made.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; -o takes a folder, or a .png, .svg or .pdf file")
     study = read_study(paths)
-    (folder / "tables").mkdir(parents=True, exist_ok=True)
+    for path in (folder, folder / "tables"):
+        make_folder(path, "-o")
     study.notes += notes_on_problems(study.settings, study.notes)
     tables = accuracy_tables(study)
     texts = {}

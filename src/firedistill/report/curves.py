@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from firedistill.files import written_at_once
 from firedistill.report.groups import read_study
+from firedistill.run.directory import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, notes: list[str] | N
         theme: "light" or "dark".
 
     Raises:
-        ValueError: a path is neither a run directory nor a suite, or no run has completed a step.
+        ValueError: a path is neither a run directory nor a suite, no run has completed a step, or the folder cannot be made.
         OSError: the picture cannot be written.
     """
     # Both take a second to import, which training steps need not wait for.
@@ -35,7 +36,7 @@ def plot_runs(runs: Sequence[str | Path], path: str | Path, notes: list[str] | N
     if notes is not None:
         notes += study.notes + notes_on_problems(study.settings, study.notes)
     path = Path(path) if Path(path).suffix else Path(path).with_suffix(".png")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent, "-o")
     with written_at_once(path) as unfinished:
         save_picture(study, unfinished, theme)
     return path

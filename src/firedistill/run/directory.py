@@ -72,13 +72,13 @@ def rollouts_in(name: str) -> tuple[str, range] | None:
     return (found[1], range(int(found[2]), int(found[3] or found[2]) + 1)) if found else None
 
 
-def make_folder(folder: Path) -> bool:
-    """Make a run directory; whether it did not exist. Raises RunDirectoryError if it cannot be made."""
+def make_folder(folder: Path, option: str = "output_dir") -> bool:
+    """Make the folder that an option names; whether it did not exist. Raises RunDirectoryError if it cannot be made."""
     new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RunDirectoryError(f"output_dir {folder} cannot be made ({error.strerror}): name another one") from error
+        raise RunDirectoryError(f"{option} {folder} cannot be made ({error.strerror}): name another one") from error
     return new
 
 

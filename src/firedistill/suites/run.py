@@ -40,7 +40,7 @@ from filelock import FileLock
 
 from firedistill.files import naming
 from firedistill.run.checkpoints import newest_checkpoint, step_of
-from firedistill.run.directory import finished_step, is_run
+from firedistill.run.directory import finished_step, is_run, make_folder
 from firedistill.run.log import iterate_jsonl, last_row
 from firedistill.run.signals import REQUESTS
 from firedistill.suites.plan import Plan, PlannedRun, coerced_record, merge, read_plan, with_warm_starts, write_json
@@ -91,18 +91,22 @@ class SuiteFolder:
             raise ValueError(f"{self.folder} is not a suite: it has no plan.json; start one with: firedistill suite NAME")
         return read_plan(self.plan_path)
 
-    def widen(self, plan: Plan) -> Plan:
-        """Write the plan, or add its runs to the existing one.
-
-        Raises:
-            ValueError: the folder is a run directory, holds another suite, or is a file.
-        """
+    def refuse_other_content(self) -> None:
+        """Raise ValueError if the folder is a file or a run directory."""
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"{self.folder} is not a folder; name another --output_dir for the suite")
         if (self.folder / "config.yaml").is_file():
             raise ValueError(f"{self.folder} holds a run; name another --output_dir for the suite")
-        for name in ("state", "logs"):
-            (self.folder / name).mkdir(parents=True, exist_ok=True)
+
+    def widen(self, plan: Plan) -> Plan:
+        """Write the plan, or add its runs to the existing one.
+
+        Raises:
+            ValueError: the folder is a run directory, holds another suite, is a file, or cannot be made.
+        """
+        self.refuse_other_content()
+        for folder in (self.folder, self.folder / "state", self.folder / "logs"):
+            make_folder(folder)
         with FileLock(self.folder / "state" / "plan.lock"):
             if self.plan_path.is_file():
                 plan = merge(self.plan, plan, self.folder)
