@@ -472,6 +472,31 @@ class OfOthers(FullContext):
         ("srpo", {"log_prob_floor": None, "step_scale": 4, "nominal_learning_rate": None, "attribution_examples": 1}, None),
         ("test_preflight:OfOthers", {"log_prob_floor": None, "attribution_views": 4}, None),
         ("on_policy_sft", {"ema_rate": 0.01}, None),
+        (
+            "on_policy_sft",
+            {"feedback": {"h": "{h}"}},
+            "feedback: it is {'h': '{h}'}, but method on_policy_sft reads no feedback ->",
+        ),
+        ("on_policy_sft", {"score_temperature": 2.0}, None),
+        (
+            "negative_advantage",
+            {"max_feedback_tokens": 9},
+            "max_feedback_tokens: it is 9, but method negative_advantage reads no",
+        ),
+        ("rlcsd", {"max_feedback_tokens": 9}, "max_feedback_tokens: it is 9, but method rlcsd reads no feedback ->"),
+        ("fire", {"max_feedback_tokens": 9}, None),
+        (
+            "fire",
+            {"max_feedback_tokens": 9, "teacher_feedback": False},
+            "max_feedback_tokens: it is 9, but method fire reads no feedback with teacher_feedback false -> leave",
+        ),
+        (
+            "fire",
+            {"eval_size": 0, "eval_also": ["gsm8k"]},
+            "eval_also: it is ['gsm8k'], but eval_size is 0 -> leave eval_also out",
+        ),
+        ("fire", {"eval_size": 0, "eval_samples": 4}, "eval_samples: it is 4, but eval_size is 0 -> leave eval_samples out"),
+        ("fire", {"eval_samples": 4, "eval_also": ["gsm8k"]}, None),
         ("fire", {"ema_rate": 0.2, "teacher": "initial"}, "ema_rate: it is 0.2, but teacher initial is not a moving average"),
     ],
     ids=str,
@@ -480,6 +505,22 @@ def test_options_of_other_methods(method, changes, complaint, tmp_path):
     setup = SimpleNamespace(args=killable_config("unused", tmp_path / "run", method, **changes))
     findings = [str(finding) for finding in check_options_without_effect(setup)]
     assert len(findings) == (complaint is not None) and all(f"warning: {complaint}" in text for text in findings)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 2), (0.5, 0)])
+def test_a_warm_start_without_feedback_reads_no_option_about_it(share, count, tmp_path):
+    options = {"feedback": {"h": "{h}"}, "max_feedback_tokens": 9, "feedback_share": share}
+    args = WarmStartConfig(output_dir=str(tmp_path / "run"), use_cpu=True, **options)
+    findings = list(check_options_without_effect(SimpleNamespace(args=args)))
+    assert len(findings) == count and all("but feedback_share is 0 -> leave" in str(finding) for finding in findings)
+
+
+def test_sizes_that_do_not_choose_among_given_problems(model, tmp_path):
+    given = ToyTask().examples("train", 5)
+    shown = only(found(model, tmp_path, train=given, train_size=2), "warning")
+    assert "train_size: it is 2, but 5 problems are given, which are all used -> leave train_size out" in shown
+    assert "eval_size: it is 2, but 3 problems are given" in only(found(model, tmp_path, eval_size=2), "warning")
+    assert found(model, tmp_path, train=given)["warning"] == []
 
 
 @pytest.mark.parametrize("recipe", [name for name in built_in_recipes() if not name.endswith("-warmstart")])

@@ -41,7 +41,7 @@ from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import stop_token_ids
 from firedistill.rollouts.server import PATIENCE, unreachable
 from firedistill.run.checkpoints import random_state, restore_random_state
-from firedistill.setup import Setup, load_setup
+from firedistill.setup import Setup, load_setup, reads_feedback
 from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
@@ -555,6 +555,9 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
         if requested and 0 < found < requested:
             text = f"{requested} problems are requested, the task has {found}, which are all used"
             yield Finding("warning", name, text, f"set {name} to {found}")
+        elif requested and found > requested and requested != getattr(SelfDistillConfig, name):
+            text = f"it is {requested}, but {found} problems are given, which are all used"
+            yield Finding("warning", name, text, f"leave {name} out")
     if args.eval_size and not setup.eval_examples:
         yield Finding("warning", "held-out data", "there is none, so nothing is evaluated", "name some by eval_data")
     warmup = args.get_warmup_steps(args.max_steps)
@@ -571,7 +574,7 @@ def check_settings(setup: Setup) -> Iterator[Finding]:
 
 
 def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
-    """Options that neither the method nor the teacher of this run reads.
+    """Options that neither the method, the teacher nor the evaluation of this run reads.
 
     Silent about what recipes set for all methods: nominal_learning_rate, and ema_rate where the method uses no teacher.
     """
@@ -582,15 +585,26 @@ def check_options_without_effect(setup: Setup) -> Iterator[Finding]:
     floor = radius and (attribution or projection or not isinstance(objective, FullContext))
     # Any option may be read by a method of others, and by the attribution that is saved for the report.
     any_option = not type(objective).__module__.startswith("firedistill.") or args.attribution_examples > 0
+    reads = any_option or reads_feedback(args, objective)
+    if isinstance(args, WarmStartConfig):
+        without = "feedback_share is 0"
+    else:
+        without = f"method {args.method} reads no feedback" + (
+            " with teacher_feedback false" if not args.teacher_feedback else ""
+        )
     for name, is_read, reason in (
         ("attribution_groups", any_option or attribution, f"method {args.method} attributes nothing to fields"),
         ("attribution_views", any_option or attribution, f"method {args.method} attributes nothing to fields"),
         ("step_scale", any_option or radius, f"method {args.method} has no radius"),
         ("log_prob_floor", any_option or floor, f"method {args.method} has no floor under the teacher's probabilities"),
+        ("feedback", reads, without),
+        ("max_feedback_tokens", reads, without),
+        ("eval_also", args.eval_size, "eval_size is 0"),
+        ("eval_samples", args.eval_size, "eval_size is 0"),
         ("ema_rate", args.teacher_kind == "ema", f"teacher {args.teacher} is not a moving average"),
     ):
-        value, default = getattr(args, name), getattr(SelfDistillConfig, name, [])  # lists are no attributes of the class
-        if not is_read and value != default:
+        value, default = getattr(args, name), getattr(SelfDistillConfig, name, [])  # collections are no attributes of the class
+        if not is_read and value not in (default, {}):
             yield Finding("warning", name, f"it is {value}, but {reason}", f"leave {name} out")
 
 

@@ -26,7 +26,7 @@ from firedistill.models.norms import fuse_norms
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.models.tokens import set_stop_and_pad_tokens
-from firedistill.objectives import load_objective
+from firedistill.objectives import Objective, load_objective
 from firedistill.prompts import PromptEncoder
 from firedistill.rollouts.load import choose_engine
 from firedistill.rollouts.merging import fusable_layers, merged_bytes
@@ -164,10 +164,7 @@ def load_setup(
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     objective = load_objective(args.method, args.method_settings)
     objective.check_teacher(args.teacher_kind, args.teacher_feedback)
-    reads = (objective.uses_teacher and objective.reads_feedback and args.teacher_feedback) or (
-        isinstance(args, WarmStartConfig) and args.feedback_share > 0
-    )
-    if judge is not None and not judge.decides and not reads:
+    if judge is not None and not judge.decides and not reads_feedback(args, objective):
         raise ValueError(
             f"judge {args.judge} gives feedback fields, which nothing reads with method {args.method} and these options of the "
             "teacher: leave judge out, or name a verdict or a threshold in the file"
@@ -252,6 +249,13 @@ def load_setup(
         teacher_model=teacher_model,
         teacher_encoder=PromptEncoder(teacher_tokenizer),
     )
+
+
+def reads_feedback(args: SelfDistillConfig, objective: Objective) -> bool:
+    """Whether the feedback of the task has an effect on what is trained."""
+    if isinstance(args, WarmStartConfig):
+        return args.feedback_share > 0
+    return objective.uses_teacher and objective.reads_feedback and args.teacher_feedback
 
 
 def load_teacher(
