@@ -23,6 +23,7 @@ from firedistill.cli import main as cli
 from firedistill.cli import suite as command
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
+from firedistill.suites import plan as planning
 from firedistill.suites import run as running
 from firedistill.suites.plan import Plan, absolute, built_in_suites, make_plan, merge, read_plan, read_suite
 from firedistill.suites.run import (
@@ -40,6 +41,7 @@ from firedistill.suites.run import (
     share,
     summary,
 )
+from firedistill.tasks import reading, table
 from tiny import save_checkpoint
 
 TESTS = Path(__file__).parent
@@ -288,6 +290,74 @@ def test_invalid_suite_files(text, complaint, toy):
     toy.write_text(text)
     with pytest.raises(ValueError, match=complaint):
         make_plan(str(toy))
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"data_dir": "nope"}, "data_dir: there is no folder nope; correct the path"),
+        ({"data_dir": "ok.jsonl", "task": "gsm8k"}, "data_dir: there is no folder {place}/ok.jsonl; correct the path"),
+        ({"judge": "nope.yaml"}, "judge is 'nope.yaml', and there is no such file: expected a judge file (YAML)"),
+        ({"judge": "toy.yaml"}, "{place}/toy.yaml: unknown entry 'task'; expected url, model, "),
+        ({"initial_adapter": "nope"}, "initial_adapter: nope is not an adapter: it has no adapter_config.json"),
+        (
+            {"initial_adapter": "runs/toy-fire-seed1/adapter"},
+            "initial_adapter: runs/toy-fire-seed1/adapter is not an adapter: ",
+        ),
+        (
+            {"model": "/nonexistent/m"},
+            "model: there is no model /nonexistent/m: neither a folder, nor a GGUF file, nor a name on",
+        ),
+        ({"model": "nope.gguf"}, "model: no such GGUF file: nope.gguf"),
+        ({"model": "folder"}, "model: {place}/folder has no config.json, so it is not a Hugging Face checkpoint"),
+        ({"teacher": "./nope"}, "teacher: there is no model ./nope: "),
+        (
+            {"teacher": "folder/adapter"},
+            "teacher: {place}/folder/adapter is not an adapter: it has no adapter_model.safetensors",
+        ),
+        ({"eval_also": ["asdiv", "gms8k"]}, "eval_also: unknown task 'gms8k'. Did you mean gsm8k"),
+        (
+            {"task": "ok.jsonl", "columns": {"question": "qq"}},
+            "{place}/ok.jsonl: columns question=qq: there is no column 'qq'; did",
+        ),
+        ({"task": "folder"}, "{place}/folder has no data files: expected "),
+        (
+            {"task": "./no/folder"},
+            "./no/folder: expected .jsonl, .jsonl.gz, .csv, .tsv or .parquet, a folder of such files, or a hub",
+        ),
+    ],
+    ids=str,
+)
+def test_what_settings_name_must_exist_before_the_first_run(settings, complaint, toy, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder" / "adapter").mkdir(parents=True)
+    (tmp_path / "folder" / "adapter" / "adapter_config.json").touch()
+    (tmp_path / "ok.jsonl").write_text('{"q": "1 + 1?", "answer": 2}\n')
+    toy.write_text(json.dumps({"blocks": [{"recipes": ["toy.yaml"], "methods": ["fire"], "settings": settings}]}))
+    assert cli.main(["suite", str(toy), "-o", "s", "--dry-run"]) == 2
+    assert f"firedistill suite: {toy}, block 1: {complaint.format(place=tmp_path)}" in capsys.readouterr().err
+
+
+def test_what_a_plan_cannot_know_is_left_to_the_runs(toy, tmp_path, monkeypatch, capsys):
+    """Names on the hub, adapters of earlier runs, large files. Small files are read once, whatever the number of runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ok.jsonl").write_text('{"q": "1 + 1?", "answer": 2}\n')
+    (tmp_path / "toy.yaml").write_text(RECIPE.format(model="owner/name") + "initial_adapter: runs/warmstart-first/adapter\n")
+    (tmp_path / "first.yaml").write_text(RECIPE.format(model="owner/name"))
+    data, read = {"task": "ok.jsonl", "columns": {"question": "q"}}, []
+    last = {"task": "owner/rows", "initial_adapter": "s/runs/toy-fire-own-seed0/adapter", "teacher": "owner/teacher"}
+    blocks = [
+        {"warmstart": "first.yaml", "settings": data, "label": "own", "methods": ["fire", "veto"], "seeds": [0, 1]},
+        {"settings": last | {"teacher": "s/runs/warmstart-first-own/checkpoint-2"}, "methods": ["veto"]},
+        {"settings": last, "methods": ["fire"]},
+    ]
+    toy.write_text(json.dumps({"recipes": ["toy.yaml"], "blocks": blocks}))
+    opened = reading.open_rows
+    monkeypatch.setattr(table, "open_rows", lambda path: read.append(path) or opened(path))
+    assert cli.main(["suite", str(toy), "-o", "s", "--dry-run"]) == 0 and len(read) == 1
+    assert capsys.readouterr().err == "", "no guesses about columns"
+    monkeypatch.setattr(planning, "MOST_READ", 10)
+    assert cli.main(["suite", str(toy), "-o", "s", "--dry-run"]) == 0 and len(read) == 1
 
 
 @pytest.mark.parametrize(

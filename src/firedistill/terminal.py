@@ -164,6 +164,18 @@ def unfailing_output(report_pipes: bool = True) -> Iterator[UnfailingStream]:
             sys.stdin, sys.stdout, sys.stderr = before
 
 
+@contextmanager
+def without_messages(name: str) -> Iterator[None]:
+    """No messages of a logger but errors."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 def quiet_libraries() -> None:
     """Hide the progress bars and developer notes of the libraries. Their warnings to users stay, those of the main process."""
     import transformers  # takes seconds to import

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +21,7 @@ from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.judge import Opinion, load_judge
 from firedistill.tasks.judged import JudgedTask, guarded_task
 from firedistill.tasks.table import Template
-from firedistill.terminal import quiet_libraries, shortened, visible
+from firedistill.terminal import quiet_libraries, shortened, visible, without_messages
 
 HELP = """\
 firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE=COLUMN ...] [--answer KIND] [--feedback NAME=TEXT ...]
@@ -105,18 +103,6 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
         for line in lines_of(report):
             console.print(visible(line), soft_wrap=True)
     return 2 if report.problems else 0
-
-
-@contextmanager
-def without_messages(name: str) -> Iterator[None]:
-    """No messages of a logger but errors."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def is_recipe(name: str) -> bool:

@@ -63,21 +63,33 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
         return str(LAB_FOLDER)
     if name == "smollm2":
         return converted_gguf(smollm2_file(), cache_dir, expected_sha256=SMOLLM2_SHA256)
+    path = local_model(name)
+    if path is None:
+        return name
+    return str(path) if path.is_dir() else converted_gguf(path, cache_dir)
+
+
+def local_model(name: str) -> Path | None:
+    """The full path of the folder or GGUF file that a name means; None for a hub id. Nothing is converted.
+
+    Raises:
+        ModelError: see `resolve_model`.
+    """
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
             raise ModelError(f"no such GGUF file: {path}")
-        return converted_gguf(path.resolve(), cache_dir)
+        return path.resolve()
     if path.is_dir():
         check_folder(path, str(path))
-        return str(path.resolve())
+        return path.resolve()
     if path.exists():
         raise ModelError(f"{path} is neither a checkpoint folder nor a .gguf file")
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise ModelError(f"there is no model {name}: neither a folder, nor a GGUF file, nor a name on the hub") from error
-    return name
+    return None
 
 
 def load_model_and_tokenizer(

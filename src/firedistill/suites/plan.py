@@ -6,19 +6,24 @@ import json
 import math
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from firedistill.coerce import coerce, is_secret, read_yaml
 from firedistill.files import write_text
-from firedistill.tasks import refuse_unknown
+from firedistill.tasks import load_task, names_rows, refuse_unknown
+from firedistill.tasks.judge import load_judge
 from firedistill.tasks.reading import is_data_file
-from firedistill.terminal import shortened, visible
+from firedistill.tasks.table import local_files
+from firedistill.terminal import shortened, visible, without_messages
+
+if TYPE_CHECKING:
+    from firedistill.config import SelfDistillConfig
 
 BLOCK_KEYS = {"recipes", "methods", "seeds", "settings", "learning_rate_factors", "warmstart", "label", "subset_per_seed"}
 SUBSET_OFFSET = 10_000  # the authors' held-out subset of a seed has the seed plus this; reports average such runs
@@ -34,6 +39,10 @@ SET_BY_SUITE = {
 # The settings and options that also apply to a shared warm start: where things are and what data mean, not how long to train.
 WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
+
+# The settings that name a task, a file, a folder or a model, beside those of one's own data
+INPUTS = ("task", "data_dir", "eval_data", "eval_also", "judge", "model", "teacher", "initial_adapter")
+MOST_READ = 2**24  # bytes of data whose first rows are read while planning, which takes a fraction of a second
 
 WORDS = {"ema", "student", "initial", "lab", "smollm2"}  # teachers and models, whatever the working folder holds
 
@@ -137,7 +146,7 @@ def make_plan(
         options: settings of every run; they override those of the file.
 
     Raises:
-        ValueError: unknown suite, recipe, method or option, or an invalid value.
+        ValueError: unknown suite, recipe, method or option, an invalid value, or one that names something that does not exist.
     """
     suite, content, folder = read_suite(name)
     options = {key: absolute(key, value) for key, value in (options or {}).items()}
@@ -146,12 +155,19 @@ def make_plan(
         settings = settings_of(shared)
     runs: dict[str, PlannedRun] = {}
     methods: list[str] = []
+    checked: list[dict[str, Any]] = []
     for number, own in enumerate(content["blocks"], 1):
         with errors_in(f"{name}, block {number}"):
             block = {**shared, **own, "settings": settings | settings_of(own)}
             if (count := math.prod(len(listed(block, key, default=[0])) for key in LISTS)) > MOST_RUNS:
                 raise ValueError(f"it stands for {count:,} runs; a suite may have {MOST_RUNS:,}")
-            for run in runs_of(block, folder, seeds, only, options):
+            for run, config in runs_of(block, folder, seeds, only, options):
+                inputs = {name: getattr(config, name) for name in INPUTS} | config.data_options
+                if run.needs is not None:
+                    inputs["initial_adapter"] = None  # the suite names that of the warm start
+                if inputs not in checked:
+                    check_inputs(inputs, config, runs)
+                    checked.append(inputs)
                 known = runs.setdefault(run.id, run)
                 if known != run:
                     both = f"{known.settings} and {run.settings}"
@@ -186,8 +202,8 @@ def runs_of(
     seeds: Sequence[int] | None,
     only: Sequence[str] | None,
     options: Mapping[str, Any],
-) -> Iterator[PlannedRun]:
-    """The runs of one block: by recipe, then seed, method and factor, so that comparisons complete as early as possible."""
+) -> Iterator[tuple[PlannedRun, SelfDistillConfig]]:
+    """The runs of one block with their configurations, by recipe, then seed, method and factor: comparisons complete early."""
     factors = listed(block, "learning_rate_factors", default=[1])
     if not all(isinstance(factor, int | float) and 0 < factor < math.inf for factor in factors):
         raise ValueError(f"learning_rate_factors are {factors}; expected numbers above 0")
@@ -236,25 +252,70 @@ def planned(
     variant: str = "",
     needs: str | None = None,
     places: Mapping[str, str] | None = None,
-) -> PlannedRun:
+) -> tuple[PlannedRun, SelfDistillConfig]:
     config = resolved(command, recipe, settings, places)
-    check_task(config.task, config.eval_data)
     values = {key: getattr(config, key) for key in ("model", "task", "method", "seed", "learning_rate", "max_steps")}
-    return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs)
+    return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs), config
 
 
-def check_task(task: str, eval_data: str | None) -> None:
-    """
+def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: Collection[str]) -> None:
+    """Check that what the settings of a run name exists. Nothing is downloaded or converted, and no large file is read.
+
+    Args:
+        inputs: the values of `INPUTS`.
+        earlier: ids of the runs before it, whose adapters need not exist yet.
+
     Raises:
-        ValueError: there is no such task, or a file that it or `eval_data` names is missing. Nothing is loaded.
+        ValueError: there is no such task, file or folder, or it is not what the setting expects.
     """
-    refuse_unknown(task)
-    for name, value in {"task": task.removeprefix("code:"), "eval_data": eval_data or ""}.items():
+    refuse_unknown(inputs["task"])
+    for name in inputs["eval_also"]:
+        with errors_in("eval_also"):
+            refuse_unknown(name)
+    for name, value in {"task": inputs["task"].removeprefix("code:"), "eval_data": inputs["eval_data"] or ""}.items():
         if is_data_file(value) and ":" not in value and not Path(value).expanduser().is_file():
             raise ValueError(f"{name}: there is no file {value}; correct the path")
+    if (folder := inputs["data_dir"]) is not None and not Path(folder).expanduser().is_dir():
+        raise ValueError(f"data_dir: there is no folder {folder}; correct the path")
+    judge = load_judge(inputs["judge"]) if inputs["judge"] is not None else None
+    check_rows(inputs["task"], config, judged=judge is not None and judge.decides)
+    check_models(inputs, config, earlier)
 
 
-def resolved(command: str, recipe: str, settings: Mapping[str, Any], places: Mapping[str, str] | None = None):
+def check_rows(task: str, config: SelfDistillConfig, judged: bool) -> None:
+    """Read the first rows of one's own data, in local files that are not large, with the columns of the settings.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    files = local_files(task) if names_rows(task) else None
+    if files is not None and sum(file.stat().st_size for file in files) <= MOST_READ:
+        with without_messages("firedistill.tasks.table"):  # the run gives them
+            load_task(task, judged=judged, **config.data_options)
+
+
+def check_models(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: there is no such model or adapter.
+    """
+    from firedistill.models.loading import local_model
+    from firedistill.models.lora import read_adapter_settings
+
+    for name in ("model", "teacher", "initial_adapter"):
+        value = inputs[name]
+        if value is None or value in WORDS or (name != "model" and Path(value).parent.name in earlier):
+            continue
+        with errors_in(name):
+            if name == "initial_adapter" or (name == "teacher" and config.teacher_kind == "adapter"):
+                read_adapter_settings(Path(value).expanduser())
+            else:
+                local_model(value)
+
+
+def resolved(
+    command: str, recipe: str, settings: Mapping[str, Any], places: Mapping[str, str] | None = None
+) -> SelfDistillConfig:
     """The configuration of a run, validated as the run itself validates it; `places` as in `build_config`."""
     from firedistill.config import SelfDistillConfig, WarmStartConfig
     from firedistill.recipes import build_config, check_method

@@ -898,6 +898,20 @@ def name_of(data: Any) -> str:
     return getattr(data, "__name__", "data")
 
 
+def local_files(name: str) -> list[Path] | None:
+    """The files that a name of data means, none if it means neither data nor a hub dataset; None for a hub dataset.
+
+    Raises:
+        DataError: see `folder_splits`.
+    """
+    path = Path(name).expanduser().resolve()
+    if path.is_dir():
+        return list(folder_splits(path).values())
+    if is_data_file(name):
+        return [path] if path.is_file() else []
+    return None if _HUB_NAME.fullmatch(name) and not path.exists() else []
+
+
 def names_data(name: str) -> bool:
     """Whether the name of a task is that of data: a file, a folder, or a hub dataset."""
     return is_data_file(name) or "/" in name or (name != "" and Path(name).exists())
