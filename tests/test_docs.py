@@ -282,6 +282,7 @@ LINES += [("--help", line) for line in command_lines(firedistill.cli.main.EPILOG
 # What stands for something of the reader's.
 PLACEHOLDERS = {
     "DIR": "runs/my-run/adapter",
+    "MODEL": "lab",
     "RUN": "runs/my-run",
     "RECIPE": "quickstart",
     "TASK": "asdiv",

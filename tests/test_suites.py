@@ -299,6 +299,7 @@ def test_invalid_suite_files(text, complaint, toy):
         ({"data_dir": "ok.jsonl", "task": "gsm8k"}, "data_dir: there is no folder {place}/ok.jsonl; correct the path"),
         ({"judge": "nope.yaml"}, "judge is 'nope.yaml', and there is no such file: expected a judge file (YAML)"),
         ({"judge": "toy.yaml"}, "{place}/toy.yaml: unknown entry 'task'; expected url, model, "),
+        ({"initial_adapter": "initial"}, "initial_adapter: initial is not an adapter: it has no adapter_config.json"),
         ({"initial_adapter": "nope"}, "initial_adapter: nope is not an adapter: it has no adapter_config.json"),
         (
             {"initial_adapter": "runs/toy-fire-seed1/adapter"},

@@ -262,7 +262,8 @@ def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: 
     """Check that what the settings of a run name exists. Nothing is downloaded or converted, and no large file is read.
 
     Args:
-        inputs: the values of `INPUTS`.
+        inputs: the values of `INPUTS`, those of a run that needs a warm start without its initial adapter.
+        config: all settings of the run.
         earlier: ids of the runs before it, whose adapters need not exist yet.
 
     Raises:
@@ -304,7 +305,9 @@ def check_models(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: 
 
     for name in ("model", "teacher", "initial_adapter"):
         value = inputs[name]
-        if value is None or value in WORDS or (name != "model" and Path(value).parent.name in earlier):
+        if value is None or (name != "initial_adapter" and value in WORDS):
+            continue
+        if name != "model" and Path(value).parent.name in earlier:
             continue
         with errors_in(name):
             if name == "initial_adapter" or (name == "teacher" and config.teacher_kind == "adapter"):
