@@ -159,7 +159,7 @@ def test_pad_falls_back_on_any_token_that_does_not_stop(tmp_path):
     save(tmp_path / "b", stops=[2, 0])
     assert load_model_and_tokenizer(str(tmp_path / "b"))[1].pad_token == "<|im_start|>"
     save(tmp_path / "c", stops=[2, 0, 1])
-    with pytest.raises(ModelError, match="every special token stops generation"):
+    with pytest.raises(ModelError, match="every special token of the vocabulary stops generation: give it another"):
         load_model_and_tokenizer(str(tmp_path / "c"))
 
 
@@ -439,7 +439,7 @@ def test_the_missing_shards_of_an_index_are_downloaded_and_nothing_else(tmp_path
 def test_a_revision_of_a_folder_is_refused(tmp_path):
     save(tmp_path)
     with pytest.raises(
-        ModelError, match=r"model_revision is v1, but the model is the folder .*: leave it out, or name a hub id"
+        ModelError, match=r"model_revision is v1, but the model is the folder .*: leave it out .*, or name a hub id"
     ):
         load_model_and_tokenizer(str(tmp_path), revision="v1")
 
@@ -514,7 +514,19 @@ def test_adapter_records_the_revision_of_its_base(tmp_path):
     save(tmp_path)
     model, _ = load_model_and_tokenizer(str(tmp_path))
     model.firedistill_revision = "v1.1"  # as load_model_and_tokenizer leaves it for a hub id
-    assert add_lora(model).peft_config["default"].revision == "v1.1"
+    adapted = add_lora(model)
+    assert adapted.peft_config["default"].revision == "v1.1"
+    adapted.save_pretrained(tmp_path / "adapter")
+    copy, _ = load_model_and_tokenizer(str(tmp_path))
+    assert load_adapter(copy, tmp_path / "adapter").peft_config["default"].revision is None, "a folder has no revision"
+    for revision, complaint in (("v1.1", None), (None, "was made for revision v1.1 of org/base, not for main")):
+        onto, _ = load_model_and_tokenizer(str(tmp_path))
+        onto.name_or_path, onto.firedistill_revision = f"org/{tmp_path.name}", revision
+        if complaint is None:
+            load_adapter(onto, tmp_path / "adapter")
+        else:
+            with pytest.raises(ModelError, match=complaint.replace("org/base", onto.name_or_path)):
+                load_adapter(onto, tmp_path / "adapter")
 
 
 def test_folders_that_are_not_an_adapter(tmp_path, base_and_adapter):

@@ -316,16 +316,17 @@ def test_smoothing_keeps_length_and_level():
 def test_the_model_card_is_one_that_the_hub_accepts(base, tmp_path):
     row = {"step": 4, "n": 10, "accuracy": 0.5, "stderr": 0.16, "lenient_accuracy": 0.6, "well_formed_rate": 1.0}
     (tmp_path / "evals.jsonl").write_text(json.dumps(row | {"step": 0, "accuracy": 0.4}) + "\n" + json.dumps(row) + "\n")
-    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0)
+    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0, model_revision="v1")
     text = model_card(config, tmp_path, base)
     data = ModelCard(text).data
     assert data.base_model == (base if base.startswith("Qwen") else None) and data.library_name == "peft"
     assert [(result.dataset_name, result.metric_value) for result in data.eval_results] == [("gsm8k", 0.5)]
+    assert ', revision="v1")' in text
     assert "/somewhere" not in text and "| 0 | 0.400 " in text and "PeftModel.from_pretrained" in text
 
 
 def test_the_licence_of_the_base_comes_from_its_card(tmp_path):
-    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0)
+    config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0, model_revision=None)
     assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license is None
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license == "apache-2.0"

@@ -234,7 +234,7 @@ UNREADABLE = {
     "modules_to_save": ["lm_head"],
     "bias": "all",
     "lora_bias": True,
-    "layers_to_transform": [0],
+    "layers_to_transform": 0,
     "target_modules": ".*q_proj",
     "init_lora_weights": "olora",
     "trainable_token_indices": [1],
@@ -250,6 +250,23 @@ def test_adapters_that_cannot_be_read_back_are_refused(key, value, config):
         ValueError, match=rf"the model's adapter.*: {key} (is|names) .*(expected|supported|no such linear layer)"
     ):
         load_setup(config(), model=model, tokenizer=byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"alpha_pattern": {"q_proj": 64, "layers.1.self_attn.q_proj": 8}},
+            "alpha_pattern has two values for .*layers.1.*q_proj",
+        ),
+        ({"rank_pattern": {"q_proj": 3, "layers.1.self_attn.q_proj": 2}}, "rank_pattern has two values for .*layers.1.*q_proj"),
+        ({"target_modules": ["default", "q_proj"]}, "its factors are not those that its settings declare"),
+    ],
+    ids=str,
+)
+def test_adapters_that_would_be_read_back_otherwise_are_refused(changes, complaint, config):
+    with pytest.raises(ValueError, match=f"the model's adapter cannot be read back: {complaint}"):
+        load_setup(config(), model=get_peft_model(random_model(), lora(**changes)), tokenizer=byte_tokenizer())
 
 
 @pytest.mark.parametrize(
@@ -275,6 +292,8 @@ def test_arguments_of_other_types_are_refused(config, model):
         with pytest.raises(TypeError, match=f"{name} is a int: expected examples or rows, such as a list of mappings"):
             load_setup(config(), **{name: 3})
     assert load_setup(config(), model=Path(model)).args.model == str(model)
+    some = torch.utils.data.Subset([Example("a", "1 + 1?", "2"), Example("b", "1 + 2?", "3")], [1])  # has no __iter__
+    assert [e.uid for e in load_setup(config(), task=ToyTask(), train_examples=some).train_examples] == ["b"]
 
 
 def test_a_tokenizer_that_is_given_replaces_that_of_the_model(config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -144,8 +144,11 @@ def load_setup(
             "AutoTokenizer.from_pretrained returns"
         )
     for name, given in (("train_examples", train_examples), ("eval_examples", eval_examples)):
-        if not isinstance(given, Iterable | None):
-            raise TypeError(f"{name} is a {type(given).__name__}: expected examples or rows, such as a list of mappings")
+        try:
+            iter(() if given is None else given)
+        except TypeError as error:
+            text = f"{name} is a {type(given).__name__}: expected examples or rows, such as a list of mappings"
+            raise TypeError(text) from error
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
@@ -169,7 +172,8 @@ def load_setup(
             f"judge {args.judge} gives feedback fields, which nothing reads with method {args.method} and these options of the "
             "teacher: leave judge out, or name a verdict or a threshold in the file"
         )
-    also = also_evaluated(args) if args.eval_size else {}
+    evaluates = bool(args.eval_size) and not (isinstance(eval_examples, Sized) and len(eval_examples) == 0)
+    also = also_evaluated(args) if evaluates else {}
     if model is None and args.model.startswith(OBJECT):
         text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
         raise ValueError(text)
@@ -393,8 +397,12 @@ def use_deterministic_algorithms() -> None:
 def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel, train: bool) -> None:
     """Record the data type and the adapter of a model that is an object in the settings.
 
+    Args:
+        train: as in `record_adapter`.
+
     Raises:
-        ValueError: the object is in float16, its adapter cannot be trained, or a setting asks for another model than the object is.
+        ValueError: the object is in float16, its adapter cannot be trained or read back, or a setting asks for another model than the
+            object is.
     """
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise ValueError(
@@ -463,8 +471,7 @@ def record_adapter(args: SelfDistillConfig, model: PeftModel, train: bool) -> No
         )
     config = adapters["default"]
     args.lora_r, args.lora_alpha, args.lora_dropout = config.r, config.lora_alpha, config.lora_dropout
-    targets = config.target_modules or []
-    targets = [targets] if isinstance(targets, str) else sorted(targets)
+    targets = sorted(config.target_modules)
     if targets != sorted(args.lora_target_modules):  # their order has no effect
         args.lora_target_modules = targets
 

@@ -117,9 +117,12 @@ def of_adapter(folder: str, settings: dict[str, Any]) -> tuple[str | None, dict[
         return str(run), settings
     if "task" not in settings:
         raise ValueError(f"{folder} is an adapter outside of a run directory: name the task to evaluate it on, --task NAME")
-    base = settings.get("model") or read_json(Path(folder) / "adapter_config.json", ValueError).get("base_model_name_or_path")
+    stored = read_json(Path(folder) / "adapter_config.json", ValueError)
+    base, revision = settings.get("model") or stored.get("base_model_name_or_path"), stored.get("revision")
     if not base:
         raise ValueError(f"{folder} does not name its base model: name it, --model NAME")
+    if revision is not None and "model" not in settings and not Path(base).expanduser().exists():
+        settings = {"model_revision": str(revision), **settings}
     return None, {**settings, "model": str(base)}
 
 

@@ -180,7 +180,8 @@ def _local_folder(source: str, revision: str | None) -> str:
     if Path(source).is_dir():
         if revision is not None:
             raise ModelError(
-                f"model_revision is {revision}, but the model is the folder {source}: leave it out, or name a hub id"
+                f"model_revision is {revision}, but the model is the folder {source}: leave it out (--model_revision none), or name "
+                "a hub id"
             )
         return source
     with explain_errors(source, "it from the Hugging Face hub"):

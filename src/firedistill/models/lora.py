@@ -69,10 +69,16 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_
     folder = Path(path).expanduser()
     settings = read_adapter_settings(folder)
     base, here = settings.pop("base_model_name_or_path", None), model.name_or_path
+    revision = settings.pop("revision", None) or "main"
+    loaded = getattr(model, "firedistill_revision", revision) or "main"
     if check_base and base and here and _base_label(base) != _base_label(here):
         raise ModelError(
             f"the adapter in {folder} was made for {base}, not for {here}. If these are the same weights under another "
             "name, correct base_model_name_or_path in its adapter_config.json"
+        )
+    if check_base and here and revision != loaded and not Path(here).is_dir():
+        raise ModelError(
+            f"the adapter in {folder} was made for revision {revision} of {here}, not for {loaded}: say which by --model_revision"
         )
     factors = read_factors(
         folder / FACTORS, _declared_factors(model, f"the adapter in {folder} was made for another base model", settings)
@@ -254,7 +260,7 @@ def supported_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             expected, fits = _TAKEN[key]
             if not fits(value):
                 raise ModelError(f"{where}: {key} is {_short(value)}; expected {expected}")
-        elif key not in _DESCRIPTIONS and value not in _HARMLESS.get(key, (None, False, [], {}, defaults.get(key))):
+        elif key not in _DESCRIPTIONS and not _is_among(value, _HARMLESS.get(key, (None, False, [], {}, defaults.get(key)))):
             raise ModelError(
                 f"{where}: {key} is {_short(value)}, which is not supported. Supported are plain LoRA factors of linear layers, which "
                 "leave the base model as it is"
@@ -262,16 +268,33 @@ def supported_settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return settings
 
 
+def _is_among(value: Any, values: Sequence[Any]) -> bool:
+    """Whether it is one of the values, of the same type: 0 is not false."""
+    return any(type(value) is type(other) and value == other for other in values)
+
+
 def check_adapter(model: PeftModel) -> None:
     """Refuse an adapter that `load_adapter` would not read back.
 
     Raises:
-        ModelError: a setting is not supported, or names a layer that is not linear.
+        ModelError: a setting is not supported, names a layer that is not linear, or does not give one rank and one alpha to each layer.
     """
     (config,) = model.peft_config.values()
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     settings = supported_settings(plain, "the model's adapter")
-    _declared_factors(cast(PreTrainedModel, model.get_base_model()), "the model's adapter cannot be read back", settings)
+    declared = _declared_factors(model.get_base_model(), "the model's adapter cannot be read back", settings)
+    factors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    if {name: list(factor.shape) for name, factor in factors.items()} != declared:
+        raise ModelError("the model's adapter cannot be read back: its factors are not those that its settings declare")
+    # peft takes the first pattern that fits, and writes them in another order.
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = settings.get(key, {})
+        for layer in declared:
+            endings = _endings(layer.removeprefix("base_model.model.").rpartition(".lora_")[0])
+            if len({value for name, value in pattern.items() if name in endings}) > 1:
+                raise ModelError(
+                    f"the model's adapter cannot be read back: {key} has two values for {layer.rpartition('.lora_')[0]}"
+                )
 
 
 def _declared_factors(model: torch.nn.Module, where: str, settings: Mapping[str, Any]) -> dict[str, Sequence[int]]:

@@ -106,7 +106,10 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], vocabul
     """An existing special token that does not stop generation; a new one would change the embedding and break adapters."""
     usable = [token for token, i in _special_tokens(tokenizer).items() if i not in stops and i < vocabulary]
     if not usable:
-        raise ModelError("the tokenizer has no token for padding: every special token stops generation; set its pad_token")
+        raise ModelError(
+            "the tokenizer has no token for padding, because every special token of the vocabulary stops generation: give it another "
+            f"special token with an id below {vocabulary} as pad_token"
+        )
     # Padding is always masked, so any token works. One that the chat template writes is the last resort.
     template = str(tokenizer.chat_template)
     others = sorted(usable, key=lambda token: (token == tokenizer.bos_token, token in template))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def model_card(config: Any, folder: Path, base: str) -> str:
     """
     hub_id = base if is_hub_id(base) else None
     shown = hub_id or Path(base).name
+    revision = f", revision={json.dumps(config.model_revision)}" if config.model_revision is not None else ""
     evaluations = read_jsonl(folder / "evals.jsonl")
     results = [
         EvalResult(
@@ -78,7 +80,7 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'base = AutoModelForCausalLM.from_pretrained("{hub_id or f"path/to/{shown}"}")',
+        f'base = AutoModelForCausalLM.from_pretrained("{hub_id or f"path/to/{shown}"}"{revision})',
         'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
         'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
         "```",

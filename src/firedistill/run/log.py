@@ -198,7 +198,7 @@ def iterate_jsonl(path: str | Path, left_out: Counter[str] | None = None) -> Ite
     path = Path(path)
     if not path.is_file():
         return
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         while line := file.readline(LONGEST_ROW):
             if len(line) < LONGEST_ROW or line.endswith(b"\n"):
                 found = row_of(line)
@@ -234,7 +234,7 @@ def last_row(path: str | Path) -> dict[str, Any] | None:
     path = Path(path)
     if not path.is_file():
         return None
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         for reach in (2**16, 2**24):
             file.seek(max(size - reach, 0))

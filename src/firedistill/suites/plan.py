@@ -6,7 +6,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -37,7 +37,7 @@ SET_BY_SUITE = {
     "resume_from_checkpoint": "leave it out: the same command continues a suite",
 }
 # The settings and options that also apply to a shared warm start: where things are and what data mean, not how long to train.
-WARMSTART_OPTIONS = {"model", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
+WARMSTART_OPTIONS = {"model", "model_revision", "task", "data_dir", "model_dtype", "use_cpu", "quantization"}
 WARMSTART_OPTIONS |= {"columns", "answer", "feedback", "eval_data", "bad_rows", "format_instruction"}
 
 # The settings that name a task, a file, a folder or a model, beside those of one's own data
@@ -166,7 +166,7 @@ def make_plan(
                 if run.needs is not None:
                     inputs["initial_adapter"] = None  # the suite names that of the warm start
                 if inputs not in checked:
-                    check_inputs(inputs, config, runs)
+                    check_inputs(inputs, config)
                     checked.append(inputs)
                 known = runs.setdefault(run.id, run)
                 if known != run:
@@ -258,13 +258,13 @@ def planned(
     return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs), config
 
 
-def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: Collection[str]) -> None:
-    """Check that what the settings of a run name exists. Nothing is downloaded or converted, and no large file is read.
+def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig) -> None:
+    """Check that what the settings of a run name exists. Nothing is downloaded or converted, and of data in one's own format only
+    the first rows are read.
 
     Args:
         inputs: the values of `INPUTS`, those of a run that needs a warm start without its initial adapter.
         config: all settings of the run.
-        earlier: ids of the runs before it, whose adapters need not exist yet.
 
     Raises:
         ValueError: there is no such task, file or folder, or it is not what the setting expects.
@@ -278,9 +278,9 @@ def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: 
             raise ValueError(f"{name}: there is no file {value}; correct the path")
     if (folder := inputs["data_dir"]) is not None and not Path(folder).expanduser().is_dir():
         raise ValueError(f"data_dir: there is no folder {folder}; correct the path")
-    judge = load_judge(inputs["judge"]) if inputs["judge"] is not None else None
+    judge = load_judge(inputs["judge"], key=False) if inputs["judge"] is not None else None
     check_rows(inputs["task"], config, judged=judge is not None and judge.decides)
-    check_models(inputs, config, earlier)
+    check_models(inputs, config)
 
 
 def check_rows(task: str, config: SelfDistillConfig, judged: bool) -> None:
@@ -295,8 +295,10 @@ def check_rows(task: str, config: SelfDistillConfig, judged: bool) -> None:
             load_task(task, judged=judged, **config.data_options)
 
 
-def check_models(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: Collection[str]) -> None:
+def check_models(inputs: Mapping[str, Any], config: SelfDistillConfig) -> None:
     """
+    The adapter of a run of a suite, in its folder `runs`, need not exist yet.
+
     Raises:
         ValueError: there is no such model or adapter.
     """
@@ -307,7 +309,7 @@ def check_models(inputs: Mapping[str, Any], config: SelfDistillConfig, earlier: 
         value = inputs[name]
         if value is None or (name != "initial_adapter" and value in WORDS):
             continue
-        if name != "model" and Path(value).parent.name in earlier:
+        if name != "model" and Path(value).parent.parent.name == "runs":
             continue
         with errors_in(name):
             if name == "initial_adapter" or (name == "teacher" and config.teacher_kind == "adapter"):

@@ -126,8 +126,11 @@ class Criterion:
         return f"{self.name}_reason"
 
 
-def load_judge(path: str | Path) -> JudgeFile:
+def load_judge(path: str | Path, key: bool = True) -> JudgeFile:
     """Read a judge file.
+
+    Args:
+        key: the environment variable that the entry `key` names must be set.
 
     Raises:
         ValueError: there is no such file, or an entry is unknown, missing or wrong; names the file and the entry.
@@ -147,7 +150,7 @@ def load_judge(path: str | Path) -> JudgeFile:
                 given[declared.name] = read_entry(declared.name, values[declared.name], annotations[declared.name])
             elif declared.default is MISSING and declared.default_factory is MISSING:
                 raise ValueError(f"{declared.name} is missing")
-        return checked(JudgeFile(**given))
+        return checked(JudgeFile(**given), key)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -171,14 +174,14 @@ def check_keys(values: Mapping[Any, Any], known: Sequence[str], where: str = "")
             raise ValueError(f"{where}unknown entry {shortened(repr(name), 80)}{hint}")
 
 
-def checked(file: JudgeFile) -> JudgeFile:
-    """The file, whose entries fit each other.
+def checked(file: JudgeFile, key: bool = True) -> JudgeFile:
+    """The file, whose entries fit each other; `key` as in `load_judge`.
 
     Raises:
         ValueError: they do not.
     """
     check_url(file.url)
-    if file.key is not None:
+    if key and file.key is not None:
         read_key(file.key)
     for name, least in (("concurrency", 1), ("retries", 0), ("max_tokens", 1), ("temperature", 0), ("timeout", 1e-3)):
         value = getattr(file, name)

@@ -48,9 +48,8 @@ class Planted(Task):
             )
         if inspect.iscoroutinefunction(task.feedback):
             raise ValueError(f"{self.name}: feedback of {task.name} is async def, which planted noise does not wait for")
-        attributes = (
-            "type_name answer_type checker_mode final_marker format_instruction at_once train_split eval_split reads_data_dir"
-        )
+        self.reads_data_dir = getattr(task, "reads_data_dir", True)
+        attributes = "type_name answer_type checker_mode final_marker format_instruction at_once train_split eval_split"
         for name in [*attributes.split(), "examples", "resolve_split", "prompt", "verify"]:  # `verify` may be async def
             setattr(self, name, getattr(task, name))
 

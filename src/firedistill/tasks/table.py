@@ -308,7 +308,8 @@ class TableTask(Task):
         """The columns that the options name."""
         texts = [*self.columns.values(), *(value for value in self.fields.values() if isinstance(value, str))]
         plain = [(role, spec) for role, spec in self.columns.items() if "{" not in spec]
-        names = [name.strip() for role, spec in plain for name in (spec.split(",") if role == "options" else [spec])]
+        split = [spec.split(",") if role == "options" and spec not in self.known_columns else [spec] for role, spec in plain]
+        names = [name.strip() for parts in split for name in parts]
         return [*names, *(name for text in texts for name in in_braces(text))]
 
     def find_columns(self, names: Iterable[str]) -> None:
@@ -317,7 +318,7 @@ class TableTask(Task):
         for index in range(SAMPLE, len(rows)):
             if not missing:
                 return
-            with suppress(DataError):  # reported with all rows that cannot be used
+            with suppress(Exception):  # reported with all rows that cannot be used
                 row = rows[index]
                 found = missing.intersection(names_in(row)) if isinstance(row, Mapping) else set()
                 self.known_columns += sorted(found)

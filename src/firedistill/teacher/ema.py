@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from firedistill.files import naming
 from firedistill.models.lora import trained_parameters
 from firedistill.models.states import inference_mode
 
@@ -91,7 +92,8 @@ class EMAWeights:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: the checkpoint has no EMA teacher and cannot be resumed exactly")
         try:
-            stored = load_file(path)
+            with naming(path):
+                stored = load_file(path)
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}); resume from an earlier checkpoint") from error
         found, expected = ({(name, t.shape, t.dtype) for name, t in of.items()} for of in (stored, self.shadow))
