@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillTrainer
-from firedistill.files import written_at_once, written_whole
+from firedistill.files import naming, written_at_once, written_whole
 from firedistill.run import resume
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.directory import finished_step
@@ -170,6 +170,19 @@ def test_errors_of_writing_name_the_file(error, tmp_path):
         raise error("a bug")
     with pytest.raises(OSError, match="'other'"), written_whole(target):
         raise OSError(errno.EACCES, "Permission denied", "other")
+
+
+def test_errors_of_reading_name_the_file(tmp_path):
+    """The ways in which safetensors and PyTorch's storages say it; other errors stay as they are."""
+    path = tmp_path / "teacher.safetensors"
+    for error in (
+        SafetensorError("Input/output error (os error 5)"),
+        RuntimeError(f"unable to open file <{path}> in read-only mode: Input/output error (5)"),
+    ):
+        with pytest.raises(OSError, match=re.escape(f"[Errno 5] Input/output error: '{path}'")), naming(path):
+            raise error
+    with pytest.raises(RuntimeError, match="another"), naming(path):
+        raise RuntimeError("another (5)")
 
 
 def test_an_attribution_that_cannot_be_written_is_lost_and_logged(checkpoint, tmp_path, caplog):

@@ -69,18 +69,22 @@ def read_json(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
     return values
 
 
+SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)|^unable to open file <.*\((\d+)\)$", re.DOTALL)
+
+
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """Raise the system's errors of the block as OSErrors with a file name: `path` where they have none.
 
-    Errors of writing, syncing and closing name no file. Those of safetensors and tokenizers have the system's error in their text only.
+    Errors of writing, syncing and closing name no file. Those of safetensors, tokenizers and PyTorch's storages have the system's error
+    in their text only.
     """
     try:
         yield
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        if not isinstance(error, OSError) and (found := re.search(r"\(os error (\d+)\)", str(error))):
-            number = int(found[1])
+        if not isinstance(error, OSError) and (found := SYSTEM_ERROR.search(str(error))):
+            number = int(found[1] or found[2])
         if number is None or getattr(error, "filename", None) is not None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from error

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from firedistill.files import naming
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
 from firedistill.models.sharding import shown_whole
@@ -101,7 +102,8 @@ def read_factors(file: Path, expected: Mapping[str, Sequence[int]]) -> dict[str,
         ModelError: the file is missing or damaged; a tensor is missing, unexpected, of another shape, not floating-point or not finite.
     """
     try:
-        factors = load_file(file)
+        with naming(file):
+            factors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} is damaged or cannot be read: {error}") from error
     if foreign := sorted(factors.keys() - expected.keys()):

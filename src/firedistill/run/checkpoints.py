@@ -178,7 +178,8 @@ def load_state(folder: str | Path, name: str) -> Any:
         return tensors[content].clone() if kind == "tensor" else {"dict": dict, "tuple": tuple}[kind](content)
 
     try:
-        tensors = load_file(Path(folder) / f"{name}.safetensors")
+        with naming(Path(folder) / f"{name}.safetensors"):
+            tensors = load_file(Path(folder) / f"{name}.safetensors")
         return json.loads(path.read_text(encoding="utf-8"), object_hook=restored)
     except (OSError, ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use an earlier checkpoint") from error
