@@ -177,6 +177,7 @@ def test_errors_of_reading_name_the_file(tmp_path):
     path = tmp_path / "teacher.safetensors"
     for error in (
         SafetensorError("Input/output error (os error 5)"),
+        OSError("Input/output error (os error 5)"),  # without `errno`
         RuntimeError(f"unable to open file <{path}> in read-only mode: Input/output error (5)"),
     ):
         with pytest.raises(OSError, match=re.escape(f"[Errno 5] Input/output error: '{path}'")), naming(path):

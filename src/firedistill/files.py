@@ -83,7 +83,7 @@ def naming(path: str | Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        if not isinstance(error, OSError) and (found := SYSTEM_ERROR.search(str(error))):
+        if number is None and (found := SYSTEM_ERROR.search(str(error))):
             number = int(found[1] or found[2])
         if number is None or getattr(error, "filename", None) is not None:
             raise
