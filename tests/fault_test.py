@@ -3,11 +3,13 @@
     python tests/fault_test.py --kind train --errno ENOSPC
     python tests/fault_test.py --kind resume --errno EIO --places      # one operation for each place in the program
     python tests/fault_test.py --kind suite --errno short --every 10   # writes write half of their bytes
+    python tests/fault_test.py --kind train:ENOSPC:24 resume:EIO:60    # several kinds, with an error and --every of their own
 
 A library (`fault_io.c`, compiled with gcc) counts the file operations below a folder with inputs and outputs, and lets one of them
 fail. Two outcomes are allowed: the command ends with status 0 and the result of an untouched one; or it ends with one line that names
 the file, no traceback, and the same command without a fault then ends with that result. Rollouts and checkpoints may be missing if
-the log says that they could not be written.
+the log says that they could not be written. Of a suite, only the operations of its own code are tried: its runs are those of other
+kinds. A kind without a single fault has failed.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ from attempts import (
 )
 from firedistill.cli import main as cli
 from firedistill.files import UNFINISHED
+
+ERRORS = ["ENOSPC", "EDQUOT", "EIO", "EACCES", "short"]
 
 PATIENCE = 90
 """Seconds after which a command counts as a hang."""
@@ -118,6 +122,12 @@ class Place:
     def kind(self) -> tuple[str, str, tuple[str, ...]]:
         return self.function, place_of(self.path), self.lines
 
+    @property
+    def is_of_a_suite(self) -> bool:
+        """Whether the innermost command that led to it is `suite`, from whose process its runs fork."""
+        commands = (line for line in self.lines if line.startswith(("suites/", "cli/suite.py", "cli/main.py")))
+        return not next(commands, "cli/main.py").startswith("cli/main.py")
+
     def __str__(self) -> str:
         return f"{self.function} {place_of(self.path)} at {' < '.join(self.lines[:3]) or 'no line of firedistill'}"
 
@@ -148,24 +158,27 @@ def run(kind: str, work: str, number: int | None, error: int, places: str) -> in
 
 
 class Faults:
-    """One command in a folder of its own, again and again.
+    """One command, again and again.
 
     Args:
+        folder: with the inputs, `given`. The work of all kinds is in the same place below it, whose path the results name.
         error: the errno; 0 for short writes.
     """
 
-    def __init__(self, folder: Path, kind: str, error: int, steps: int = 3):
+    def __init__(self, folder: Path, kind: str, error: int):
         self.kind, self.error = kind, error
         self.work, self.template, self.whole = (folder / name for name in ("work", "template", "whole"))
         self.log, self.places_file = folder / "log", folder / "places"
-        make_inputs(self.work / "given", steps)
+        for path in (self.work, self.template, self.whole):
+            shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(folder / "given", self.work / "given")
         COMMANDS[kind][0](self.work)
         self.work.rename(self.template)
         status = self.attempt(0)
         if status != 0:
             raise RuntimeError(f"the untouched command ended with {status}: {self.text()}")
         self.output = self.text()
-        self.places = self.read_places()
+        self.places = [place for place in self.read_places() if kind != "suite" or place.is_of_a_suite]
         self.work.rename(self.whole)
 
     def attempt(self, number: int | None) -> int | None:
@@ -266,34 +279,48 @@ def library(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=COMMANDS, default="train")
-    parser.add_argument("--errno", default="ENOSPC", choices=["ENOSPC", "EDQUOT", "EIO", "EACCES", "short"])
+    names = "|".join(COMMANDS)
+    parser.add_argument("--kind", nargs="+", default=["train"], metavar="KIND[:ERRNO[:EVERY]]", help=f"KIND is {names}; train")
+    parser.add_argument("--errno", default="ENOSPC", choices=ERRORS)
     parser.add_argument("--every", type=int, default=1, help="only every Nth operation")
     parser.add_argument("--places", action="store_true", help="one operation for each file and place in the program")
     parser.add_argument("--only", type=int, nargs="+", help="these operations")
+    parser.add_argument("--results", type=Path, help="append a line of JSON per kind to this file")
     options = parser.parse_args()
-    folder, started = Path(tempfile.mkdtemp(prefix="faults-")), time.perf_counter()
+    cases = [(text.split(":") + [options.errno, str(options.every)][text.count(":") :]) for text in options.kind]
+    for kind, error, _ in cases:
+        if kind not in COMMANDS or error not in ERRORS:
+            parser.error(f"{kind}:{error}: expected one of {names}, and one of {', '.join(ERRORS)}")
+    folder, failed = Path(tempfile.mkdtemp(prefix="faults-")), False
     start_server(LD_PRELOAD=str(library(folder)))
-    faults = Faults(folder, options.kind, 0 if options.errno == "short" else getattr(errno, options.errno))
-    numbers = options.only or chosen(faults.places, options.every, options.places)
-    print(f"{options.kind}, {options.errno}: {len(numbers)} of {len(faults.places)} operations", flush=True)
-    tried, findings = 0, defaultdict(list)
-    for number in numbers:
-        place, wrong = faults.judge(number)
-        if place is None:
-            continue
-        tried += 1
-        if wrong:
-            findings[place.lines[:1], re.sub(r"\d+|tmp\w+", "N", wrong)].append((place, wrong))
-            print(f"  {number}: {place}: {wrong}", flush=True)
-    seconds, count = time.perf_counter() - started, sum(map(len, findings.values()))
-    print(f"{options.kind}, {options.errno}: {tried} faults, {count} findings, {seconds:.0f} s")
-    for cases in sorted(findings.values(), key=len, reverse=True):
-        place, wrong = cases[0]
-        operations = Counter(f"{place.function} {place_of(place.path)}" for place, _ in cases)
-        print(f"{len(cases):5}x {wrong}\n       at {' < '.join(place.lines[:3])}: {', '.join(operations)}")
+    make_inputs(folder / "work" / "given", steps=3)
+    (folder / "work" / "given").rename(folder / "given")
+    for name, (kind, error, every) in zip(options.kind, cases, strict=True):
+        started = time.perf_counter()
+        faults = Faults(folder, kind, 0 if error == "short" else getattr(errno, error))
+        numbers = options.only or chosen(faults.places, int(every), options.places)
+        print(f"{kind}, {error}: {len(numbers)} of {len(faults.places)} operations", flush=True)
+        tried, findings = 0, defaultdict(list)
+        for number in numbers:
+            place, wrong = faults.judge(number)
+            if place is None:
+                continue
+            tried += 1
+            if wrong:
+                findings[place.lines[:1], re.sub(r"\d+|tmp\w+", "N", wrong)].append((place, wrong))
+                print(f"  {number}: {place}: {wrong}", flush=True)
+        seconds, count = time.perf_counter() - started, sum(map(len, findings.values()))
+        failed |= count > 0 or not tried
+        print(f"{kind}, {error}: {tried} faults, {count} findings, {seconds:.0f} s", flush=True)
+        for found in sorted(findings.values(), key=len, reverse=True):
+            place, wrong = found[0]
+            operations = Counter(f"{place.function} {place_of(place.path)}" for place, _ in found)
+            print(f"{len(found):5}x {wrong}\n       at {' < '.join(place.lines[:3])}: {', '.join(operations)}", flush=True)
+        if options.results is not None:
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": name, "tried": tried, "findings": count, "seconds": round(seconds, 1)}) + "\n")
     shutil.rmtree(folder)
-    return int(bool(findings))
+    return int(failed)
 
 
 if __name__ == "__main__":
