@@ -203,6 +203,8 @@ def lab_run(setting: Setting, settings: dict[str, Any]) -> tuple[dict[str, np.nd
             "save_strategy": "no",
             "use_cpu": not setting.is_gpu,
         }
+        if setting.tiny:
+            given |= {"max_new_tokens": 8, "per_device_train_batch_size": 2}
         trainer = MeasuredTrainer(args=build_config(SelfDistillConfig, "lab", given | settings))
         trainer.train(preflight=False)
         losses = [row["loss"] for row in trainer.rows]
