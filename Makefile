@@ -23,13 +23,13 @@ demo: $(STAMP)
 	@echo "  $(BIN)/firedistill suite lab --seeds 0 --only fire,full_context   both methods at four learning rates, on a model of 4 MB"
 	@echo "  $(BIN)/firedistill train --help                             your own model and task"
 
+# One thread for each process: the other worker has the second core
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # The tests that train for long: kills, two processes, pretraining, all methods
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
-
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 # The core dependencies at their lower bounds, in an environment of its own (about 1 GB)
 test-versions:
