@@ -686,6 +686,8 @@ def test_settings_that_contradict_each_other(settings, message, folder, tmp_path
 
 @pytest.fixture(scope="module", params=[pytest.param(how, marks=pytest.mark.xdist_group(how)) for how in ("merged", "lora")])
 def engine(request, folder):
+    if getattr(request.config.option, "loadgroup", False):
+        assert f"@{request.param} " in os.environ["PYTEST_CURRENT_TEST"], "xdist sees no groups: every worker starts both engines"
     model = student(folder)
     engine = VLLMEngine(model, byte_tokenizer(), context=200, sequences=8, weights=request.param)
     yield engine
