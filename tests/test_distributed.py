@@ -128,15 +128,16 @@ def test_another_number_of_processes_is_another_run(folders):
 
 # ---- The command line under torchrun -----------------------------------------------------------------------------------------
 
-LAB = ["--max_steps", "60", "--save_steps", "2", "--max_new_tokens", "6", "--eval_size", "0", "--attribution_examples", "0"]
+LAB = ["--save_steps", "2", "--max_new_tokens", "6", "--eval_size", "0", "--attribution_examples", "0"]
 
 
 def torchrun(
-    run: Path, output, *arguments: str, nodes=("--standalone", "--nproc_per_node=2"), before=(), **variables: str
+    run: Path, output, *arguments: str, steps=12, nodes=("--standalone", "--nproc_per_node=2"), before=(), **variables: str
 ) -> subprocess.Popen:
     """Two processes of `firedistill train lab`, or those of one node, as a user starts them."""
     command = [*before, sys.executable, "-P", "-m", "torch.distributed.run", *nodes, "-m", "firedistill.cli"]
-    command += ["train", "lab", "--output_dir", str(run), "--preflight", "skip", *LAB, *arguments]
+    command += ["train", "lab", "--output_dir", str(run), "--preflight", "skip", "--max_steps", str(steps), *LAB]
+    command += arguments
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
@@ -158,14 +159,14 @@ def orphans(tmp_path_factory):
         open(folder / "second.log", "w") as second,
         open(folder / "third.log", "w") as third,
     ):
-        launcher = torchrun(run, first)
+        launcher = torchrun(run, first, steps=40)
         wait_for(lambda: (run / "checkpoint-2").is_dir())
-        intruder = torchrun(run, second).wait(120)
+        intruder = torchrun(run, second, steps=40).wait(120)
         launcher.kill()
         launcher.wait()
         wait_for(lambda: not is_training(run))
         stopped_at = len(read_jsonl(run / "metrics.jsonl"))
-        resumed = torchrun(run, third).wait(300)
+        resumed = torchrun(run, third, steps=40).wait(300)
     return run, intruder, stopped_at, resumed, {path.stem: path.read_text() for path in folder.glob("*.log")}
 
 
@@ -176,10 +177,10 @@ def test_a_second_launcher_is_refused(orphans):
 
 def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
     run, _, stopped_at, resumed, logs = orphans
-    assert stopped_at < 60 and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
+    assert stopped_at < 40 and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
     assert "has ended; this process stops after the current step" in logs["first"]
     assert resumed == 0 and f"resuming after step {stopped_at}" in logs["third"]
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, 61)] and finished_step(run) == 60
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, 41)] and finished_step(run) == 40
 
 
 # ---- Other launchers ---------------------------------------------------------------------------------------------------------
@@ -242,7 +243,8 @@ def test_two_nodes_give_what_one_node_gives(machines, one_node, tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'firedistill[ray]'")
 def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, tmp_path):
     run, example = tmp_path / "run", TESTS.parent / "examples" / "ray_train.py"
-    command = [sys.executable, str(example), "lab", "--workers", "2", "--restarts", "1", "--output_dir", str(run), *LAB]
+    command = [sys.executable, str(example), "lab", "--workers", "2", "--restarts", "1", "--output_dir", str(run)]
+    command += ["--max_steps", "12", *LAB]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FIREDISTILL_TEST": str(run)}  # marks the workers
     with open(tmp_path / "log", "w") as log:
         launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -222,7 +222,7 @@ def test_a_lost_process_ends_the_other_with_a_message(sizes, number, tmp_path):
     """One that was killed at once, one that does not answer after ddp_timeout; the checkpoint stays."""
     run, seconds = tmp_path / "run", 15
     with open(tmp_path / "log", "w") as log:
-        launcher = torchrun(run, log, *sizes, "--ddp_timeout", str(seconds))
+        launcher = torchrun(run, log, *sizes, "--ddp_timeout", str(seconds), steps=60)
         wait_for(lambda: (run / "checkpoint-2").is_dir())
         processes = psutil.Process(launcher.pid).children()
         os.kill(processes[1].pid, number)
