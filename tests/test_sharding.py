@@ -68,7 +68,7 @@ def runs(checkpoint, tmp_path_factory) -> tuple[Path, Path]:
         sharded_worker.main(kind, nudged(model), run, **changes)
     shutil.copytree(one / "fire:half", two / "fire:continued")
     kinds = [*METHODS, *(f"{method}:whole" for method in METHODS), *UNEQUAL]
-    kinds += ["fire:sampled", "fire:stopped", "fire:generated", "tropd:sampled", "tropd:stopped", "fire:half", "fire:continued"]
+    kinds += ["fire:sampled", "fire:stopped", "fire:generated", "fire:half", "fire:continued"]
     launch("sharded_worker.py", json.dumps([job(kind, two) for kind in kinds]))
     shutil.copytree(two / "fire:half", one / "fire:continued")
     kind, model, run, changes = job("fire:continued", one)
@@ -139,14 +139,13 @@ class TestTwoProcesses:
         rows = read_jsonl(runs[1] / kind / "metrics.jsonl")
         assert all(row["memory_mb_rank0"] > 0 and row["memory_mb_rank1"] > 0 and not row["skipped_update"] for row in rows)
 
-    @pytest.mark.parametrize("method", ["fire", "tropd"])
-    def test_a_stopped_run_resumes_to_the_bit(self, method, runs):
+    def test_a_stopped_run_resumes_to_the_bit(self, runs):
         """A signal to one process stops both after the same step. Their responses are sampled, of different lengths."""
         for rank in (0, 1):
-            stopped, straight = (results(runs[1] / f"{method}:{how}", rank) for how in ("stopped", "sampled"))
+            stopped, straight = (results(runs[1] / f"fire:{how}", rank) for how in ("stopped", "sampled"))
             assert all(torch.equal(stopped["weights"][name], value) for name, value in straight["weights"].items())
         for name in ("metrics.jsonl", "evals.jsonl"):
-            stopped, straight = (read_jsonl(runs[1] / f"{method}:{how}" / name) for how in ("stopped", "sampled"))
+            stopped, straight = (read_jsonl(runs[1] / f"fire:{how}" / name) for how in ("stopped", "sampled"))
             assert [without_memory(row) for row in stopped] == [without_memory(row) for row in straight]
 
     @pytest.mark.parametrize("processes", [1, 2])
@@ -217,23 +216,25 @@ def without_memory(row: dict) -> dict:
 @two_processes
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
-@pytest.mark.parametrize("sizes", [["--fsdp_size", "2"], []], ids=["sharded", "whole"])
-def test_a_lost_process_ends_the_other_with_a_message(sizes, number, tmp_path):
-    """One that was killed at once, one that does not answer after ddp_timeout; the checkpoint stays."""
-    run, seconds = tmp_path / "run", 15
-    with open(tmp_path / "log", "w") as log:
-        launcher = torchrun(run, log, *sizes, "--ddp_timeout", str(seconds), steps=60)
-        wait_for(lambda: (run / "checkpoint-2").is_dir())
-        processes = psutil.Process(launcher.pid).children()
-        os.kill(processes[1].pid, number)
-        psutil.wait_procs(processes[:1], timeout=seconds + 30)
-        assert not processes[0].is_running()
+def test_a_lost_process_ends_the_other_with_a_message(number, tmp_path):
+    """One that was killed at once, one that does not answer after ddp_timeout; the checkpoint stays. With and without shards."""
+    sizes, seconds, launchers, ranks = {"sharded": ["--fsdp_size", "2"], "whole": []}, 15, [], []
+    for name, size in sizes.items():
+        with open(tmp_path / f"{name}.log", "w") as log:
+            launchers.append(torchrun(tmp_path / name, log, *size, "--ddp_timeout", str(seconds), steps=60))
+    for name, launcher in zip(sizes, launchers, strict=True):
+        wait_for(lambda name=name: (tmp_path / name / "checkpoint-2").is_dir())
+        ranks.append(psutil.Process(launcher.pid).children())
+        os.kill(ranks[-1][1].pid, number)
+    for name, launcher, (first, second) in zip(sizes, launchers, ranks, strict=True):
+        psutil.wait_procs([first], timeout=seconds + 30)
+        assert not first.is_running(), name
         with contextlib.suppress(psutil.NoSuchProcess):
-            processes[1].kill()
+            second.kill()
         assert launcher.wait(60) != 0
-    text = (tmp_path / "log").read_text()
-    assert "firedistill train: another process of this run has ended, or has not answered within ddp_timeout" in text
-    assert list(run.glob("checkpoint-*"))
+        text = (tmp_path / f"{name}.log").read_text()
+        assert "firedistill train: another process of this run has ended, or has not answered within ddp_timeout" in text, name
+        assert list((tmp_path / name).glob("checkpoint-*"))
 
 
 # ---- Settings that do not fit ------------------------------------------------------------------------------------------------
