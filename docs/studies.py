@@ -19,6 +19,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -141,14 +142,19 @@ def paired(rows: pd.DataFrame, reference: pd.DataFrame, kind: str) -> pd.DataFra
     return first.loc[seeds] - second.loc[seeds]
 
 
+@lru_cache(maxsize=4)
+def draws(*sizes: int) -> list[np.ndarray]:
+    """For each size, the shares that draws with replacement give to its members: a row per resample."""
+    generator = np.random.default_rng(0)
+    return [generator.multinomial(size, np.full(size, 1 / size), RESAMPLES) / size for size in sizes]
+
+
 def interval(differences: pd.DataFrame) -> tuple[float, float, float]:
     """Mean, and the ends of a 95 % interval.
 
     The interval is that of a bootstrap that draws seeds and problems, both with replacement. With few seeds it is too narrow.
     """
-    (seeds, problems), generator = differences.shape, np.random.default_rng(0)
-    of_seeds = generator.multinomial(seeds, np.full(seeds, 1 / seeds), RESAMPLES) / seeds
-    of_problems = generator.multinomial(problems, np.full(problems, 1 / problems), RESAMPLES) / problems
+    of_seeds, of_problems = draws(*differences.shape)
     drawn = np.einsum("rs,sp,rp->r", of_seeds, differences.to_numpy(), of_problems)
     low, high = np.quantile(drawn, [0.025, 0.975])
     return float(differences.to_numpy().mean()), float(low), float(high)
