@@ -307,7 +307,7 @@ def test_layers_sample_the_same_tokens_with_kernels(family, fuse, monkeypatch):
     tokenizer.eos_token = None
     assert fuse_norms(model)
     engine = HFRolloutEngine(model, tokenizer, merge_adapter=True, fixed=True, fuse_layers=fuse)
-    sampling = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=6)
+    sampling = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=3)
     expected = engine.generate(PROMPTS[:3], sampling, seed=3)
     assert not used
 
