@@ -21,6 +21,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exempt_imports():
+    """Exempt what the tests of a module have imported as well, such as the compiler of PyTorch."""
+    yield
+    pytest_collection_finish()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
