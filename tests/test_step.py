@@ -312,6 +312,7 @@ def test_schedule_has_no_step_of_rate_zero(warmup, total):
         assert factors[0] == pytest.approx(1 / warmup) and factors[warmup - 1] == 1
     assert learning_rate_factor(total + 1, warmup, total) == pytest.approx(0, abs=1e-12)
     assert learning_rate_factor(total, 0, total, "constant") == 1
+    assert [learning_rate_factor(step, 1, 6) for step in (3, 4)] == pytest.approx([0.75, 0.5])
 
 
 def test_order_is_one_seeded_shuffle_reshuffled_at_the_end():
