@@ -85,14 +85,23 @@ def test_measuring_does_not_change_the_run(method, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["fire", "top_d"])
-def test_an_update_is_shortened_to_the_radius_and_others_are_left_alone(method, checkpoint, tmp_path):
+def test_an_update_is_shortened_to_the_radius_and_others_are_left_alone(method, checkpoint, tmp_path, monkeypatch):
     plain, rows = trained(checkpoint, tmp_path / "off", method=method, policy_kl_every=1)
     radius = min(row["policy_kl"] for row in rows) / (5 if method == "fire" else 500)  # of a step; TOP-D makes four updates
     _, wide = trained(checkpoint, tmp_path / "wide", method=method, policy_step_radius=1e3, policy_kl_every=1)
     added = {"policy_step_share", "policy_step_tries"}
     assert all(row["policy_step_share"] == 1 and row["policy_step_tries"] == 1 for row in wide)
     assert [{name: value for name, value in row.items() if name not in added} for row in wide] == rows
+    kept, scale_back = [], PolicyChange.scale_back
+
+    def measured(change, *arguments):
+        metrics = scale_back(change, *arguments)
+        kept.append(float(change.kl().double().mean()))
+        return metrics
+
+    monkeypatch.setattr(PolicyChange, "scale_back", measured)
     _, short = trained(checkpoint, tmp_path / "short", method=method, policy_step_radius=radius, policy_kl_every=1)
+    assert len(kept) == len(short) * (1 if method == "fire" else 4) and 0 < min(kept) <= max(kept) < radius * (1 + 1e-6)
     assert all(0 < row["policy_step_share"] < 1 and 2 <= row["policy_step_tries"] <= 4 for row in short)
     if method == "fire":  # one update per step: what is measured is what was limited
         assert all(radius / 3 < row["policy_kl"] <= radius for row in short)
