@@ -174,6 +174,7 @@ def test_the_live_student_without_feedback_teaches_nothing(places, tmp_path):
 NOT_EMA = {"student", "initial", "adapter", "model"}
 REFUSED = {"tropd": {"adapter", "model"}, "on_policy_sft": NOT_EMA, "negative_advantage": NOT_EMA}
 WITH_FEEDBACK = {"fire", "no_projection", "hard_gradient_excision", "demopsd", "rlcsd", "on_policy_sft", "negative_advantage"}
+FIRST: dict[tuple[str, bool], tuple[float, float]] = {}  # loss and gradient of the first step with the teacher `ema`
 FEW = {("fire", "model"), ("tropd", "student"), ("demopsd", "adapter"), ("top_d", "model")}
 
 
@@ -197,6 +198,11 @@ def test_every_method_with_every_teacher_trains_or_says_why_not(method, kind, fe
     trainer.train()
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert len(rows) == 2 and all(abs(row["loss"]) < 1e6 and math.isfinite(row["grad_norm"]) for row in rows)
+    first = rows[0]["loss"], rows[0]["grad_norm"]
+    if kind == "ema":
+        FIRST[method, feedback] = first
+    elif kind in ("adapter", "model") and (method, feedback) in FIRST:
+        assert first != FIRST[method, feedback], "the teacher is another one"
     assert ("ema_distance" in rows[0]) == (kind not in ("adapter", "model"))
     assert (tmp_path / "checkpoint-2" / "teacher.safetensors").is_file() == (kind not in ("adapter", "model"))
     if kind in ("adapter", "model"):
