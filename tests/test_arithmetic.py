@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from firedistill.tasks import load_task
-from firedistill.tasks.arithmetic import LEVELS, NOUNS, TEMPLATES, Arithmetic, Thing, draw_problem, split_of
+from firedistill.tasks.arithmetic import LEVELS, NOUNS, TEMPLATES, Arithmetic, Thing, draw_problem
+from firedistill.tasks.generated import split_of
 
 PEOPLE = NOUNS["people"]
 CATALOGUE = [noun for nouns in NOUNS.values() for noun in nouns if isinstance(noun, Thing)] + [Thing("page", "pages")]

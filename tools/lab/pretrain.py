@@ -36,7 +36,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QW
 
 from firedistill import Example
 from firedistill.prompts import Message, PromptEncoder, student_messages, teacher_messages
-from firedistill.tasks.arithmetic import Arithmetic, Problem, draw_problem, split_of
+from firedistill.tasks.arithmetic import Arithmetic, Problem, draw_problem
+from firedistill.tasks.generated import split_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Rows of text

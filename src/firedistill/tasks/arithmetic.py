@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -13,8 +12,9 @@ from typing import Any
 import yaml
 
 from firedistill.tasks.answers.numbers import numeric_gold
+from firedistill.tasks.generated import GeneratedTask, hash_of, split_of
 from firedistill.tasks.numeric import NumericTask
-from firedistill.tasks.sources import optional_text, refuse_data, text_field
+from firedistill.tasks.sources import optional_text, text_field
 from firedistill.tasks.types import Example
 
 # The equally likely kinds of problems of a level: (steps of the working, size of the numbers).
@@ -24,55 +24,28 @@ LEVELS: dict[str, tuple[tuple[int, str], ...]] = {
     "hard": ((2, "large"), (3, "large")),
     "mixed": ((1, "small"), (1, "small"), (1, "large"), (2, "small"), (2, "large"), (3, "small"), (3, "large")),
 }
-DEFAULT_SIZE = {"train": 8000, "eval": 1000}  # examples, if the caller gives no number
 
 
-class Arithmetic(NumericTask):
+class Arithmetic(GeneratedTask, NumericTask):
     """Word problems over +, -, *, / with one to three steps; answers are whole numbers.
 
     Levels: `"easy"` has one step and small numbers, `"medium"` one step with larger numbers or two with small ones, `"hard"`
     two or three steps with larger numbers, and `"mixed"`, the default, all of these. As task names: `arithmetic` (mixed),
     `arithmetic:easy`, `arithmetic:medium`, `arithmetic:hard`.
-
-    A hash of the question alone decides between training and held-out problems, so the splits share no question, whatever the
-    seeds and levels. All questions of one call differ.
-
-    Raises:
-        ValueError: the level is unknown.
     """
 
-    train_split = "train"
-    eval_split = "eval"
-    reads_data_dir = False
-
-    def __init__(self, level: str = "mixed") -> None:
-        if level not in LEVELS:
-            raise ValueError(f"arithmetic has no level {level!r}; choose one of {', '.join(LEVELS)}")
-        self.level = level
-        self.name = "arithmetic" if level == "mixed" else f"arithmetic:{level}"
-
-    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """The first `n` problems of a stream that depends on level, split and seed only.
-
-        Raises:
-            ValueError: `split` is neither "train" nor "eval", `n` is negative, or `data_dir` is given.
-        """
-        refuse_data(self.name, data_dir)
-        split, _ = self.resolve_split(split)
-        if n is not None and n < 0:
-            raise ValueError(f"n must be at least 0, or None for {DEFAULT_SIZE[split]} examples; got {n}")
-        problems = self._stream(split, seed)
-        count = DEFAULT_SIZE[split] if n is None else n
-        return [next(problems).as_example(f"{self.name}/{split}/{seed}-{i}") for i in range(count)]
+    name = "arithmetic"
+    levels = LEVELS
+    default_size = {"train": 8000, "eval": 1000}
 
     def example(self, row: Mapping[str, Any], uid: str) -> Example:
         """A problem from elsewhere: {"question": "...", "answer": "11", "solution": "28 - 17 = 11\\n#### 11"}."""
         gold = numeric_gold(text_field(row, "answer"))
         return Example(uid=uid, question=text_field(row, "question"), answer=gold, solution=optional_text(row, "solution"))
 
-    def _stream(self, split: str, seed: int) -> Iterator[Problem]:
+    def stream(self, split: str, seed: int) -> Iterator[Problem]:
         """Endless problems of one split, each question once."""
-        rng = random.Random(_hash(f"{self.level}/{split}/{seed}"))
+        rng = random.Random(hash_of(f"{self.level}/{split}/{seed}"))
         seen: set[str] = set()
         while True:
             problem = draw_problem(rng, self.level)
@@ -99,16 +72,6 @@ def draw_problem(rng: random.Random, level: str = "mixed") -> Problem:
     """One problem of the level, of either split."""
     steps, size = rng.choice(LEVELS[level])
     return rng.choice(TEMPLATES[steps]).make_problem(rng, size)
-
-
-def split_of(question: str) -> str:
-    """The split that a question belongs to."""
-    return "eval" if _hash(question) % 2 else "train"
-
-
-def _hash(text: str) -> int:
-    """An integer that is the same on every platform (unlike `hash`)."""
-    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big")
 
 
 # Templates. The head of arithmetic.yaml explains their parts.

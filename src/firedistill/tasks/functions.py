@@ -10,61 +10,34 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 from math import prod
 from typing import Any
 
-from firedistill.tasks.arithmetic import split_of
 from firedistill.tasks.code import CodeTask, call_test, code_example
-from firedistill.tasks.sources import refuse_data
+from firedistill.tasks.generated import GeneratedTask, split_of
 from firedistill.tasks.types import Example
 
 # The equally likely numbers of operations, before the one that reduces, of a level.
 LEVELS: dict[str, tuple[int, ...]] = {"easy": (1,), "medium": (2,), "hard": (3,), "mixed": (1, 2, 3)}
-DEFAULT_SIZE = {"train": 2000, "eval": 400}  # examples, if the caller gives no number
 MOST_DRAWS = 3000  # in a row without a new problem: the level has no more
 ENTRY_POINT = "solve"
 
 
-class Functions(CodeTask):
+class Functions(GeneratedTask, CodeTask):
     """Functions over a list of numbers or words, with six tests each.
 
     Levels: `"easy"` has one operation before the result, `"medium"` two, `"hard"` three, and `"mixed"`, the default, any of these. As
     task names: `functions`, `functions:easy`, `functions:medium`, `functions:hard`.
 
-    A hash of the description decides between training and held-out problems, so the splits share none, whatever the seeds and levels.
-
-    Raises:
-        ValueError: the level is unknown.
+    `"easy"` has about 1,400 problems per split.
     """
 
-    train_split = "train"
-    eval_split = "eval"
-    reads_data_dir = False
+    name = "functions"
+    levels = LEVELS
+    default_size = {"train": 2000, "eval": 400}
 
-    def __init__(self, level: str = "mixed") -> None:
-        super().__init__()
-        if level not in LEVELS:
-            raise ValueError(f"functions has no level {level!r}; choose one of {', '.join(LEVELS)}")
-        self.level = level
-        self.name = "functions" if level == "mixed" else f"functions:{level}"
-
-    def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
-        """The first `n` problems of a stream that depends on level, split and seed only, or all that the level has.
-
-        "easy" has about 1,400 problems per split.
-
-        Raises:
-            ValueError: `split` is neither "train" nor "eval", `n` is negative, or `data_dir` is given.
-        """
-        refuse_data(self.name, data_dir)
-        split, _ = self.resolve_split(split)
-        if n is not None and n < 0:
-            raise ValueError(f"n must be at least 0, or None for {DEFAULT_SIZE[split]} examples; got {n}")
-        problems = islice(self._stream(split, seed), DEFAULT_SIZE[split] if n is None else n)
-        return [problem.as_example(f"{self.name}/{split}/{seed}-{i}") for i, problem in enumerate(problems)]
-
-    def _stream(self, split: str, seed: int) -> Iterator[Problem]:
+    def stream(self, split: str, seed: int) -> Iterator[Problem]:
         rng = random.Random(f"{self.level}/{split}/{seed}")
         seen: set[str] = set()
         last = 0
