@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from firedistill import imports
@@ -35,8 +36,14 @@ OBJECT = "object:"
 TASKS: dict[str, type[Task]] = {task.name: task for task in (GSM8K, ASDiv, AquaRat, ArcChallenge, WinoGrande, WiC, MMLUPro)}
 """The tasks of the paper, which read published datasets, by name."""
 
-GENERATED = ("arithmetic", "functions", "code", "planted", "gym")
-"""Beginnings of the names of the other built-in tasks."""
+GENERATED = {
+    "arithmetic": "arithmetic:Arithmetic",
+    "functions": "functions:Functions",
+    "code": "code:CodeTask",
+    "planted": "planted:planted_task",
+    "gym": "gym:GymTask",
+}
+"""Beginnings of the names of the other built-in tasks, each with a module and what makes the task from the rest of its name."""
 
 
 def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
@@ -93,27 +100,11 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
         return TASKS[name]()
     if not published and name in imports.plugins(imports.TASKS):
         return _as_task(imports.load_plugin(imports.TASKS, name), name)
-    if prefix == "arithmetic":
-        from firedistill.tasks.arithmetic import Arithmetic
-
-        return Arithmetic(rest) if rest else Arithmetic()
-    if prefix == "functions":
-        from firedistill.tasks.functions import Functions
-
-        return Functions(rest) if rest else Functions()
-    if prefix == "code":
-        from firedistill.tasks.code import CodeTask
-
-        return CodeTask(rest or None)
-    if prefix == "planted" and rest:
-        from firedistill.tasks.planted import planted_task
-
-        return planted_task(rest, load_task)
-    if prefix == "gym" and rest:
-        from firedistill.tasks.gym import GymTask
-
-        return GymTask(rest)
-    if colon and prefix and rest and prefix != "gym":
+    if prefix in GENERATED and (rest or prefix not in ("planted", "gym")):
+        module, _, function = GENERATED[prefix].partition(":")
+        make = getattr(import_module(f"{__name__}.{module}"), function)
+        return make(rest) if rest else make()
+    if colon and prefix and rest:
         try:
             return _as_task(imports.load_object(name), name)
         except ModuleNotFoundError as error:

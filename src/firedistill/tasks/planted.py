@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 
+from firedistill.tasks import load_task
 from firedistill.tasks.code import CodeTask
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
@@ -78,7 +78,7 @@ def number_of(example: Example, purpose: str) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def planted_task(rest: str, load: Callable[[str], Task]) -> Task:
+def planted_task(rest: str) -> Task:
     """The task of `<kind>:<rate>:<task>`.
 
     Raises:
@@ -93,4 +93,4 @@ def planted_task(rest: str, load: Callable[[str], Task]) -> Task:
         number = float(rate)
     except ValueError:
         raise ValueError(f"task planted:{rest}: {form}") from None
-    return Planted(kind, number, load(name))
+    return Planted(kind, number, load_task(name))
