@@ -7,14 +7,11 @@ give token ids that the model never saw in training.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
 import re
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +25,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_REGEX
 
+from firedistill.files import sha256, written_whole
 from firedistill.models.errors import ModelError, explain_errors
 from firedistill.models.folders import check_weights
 from firedistill.models.tokens import set_stop_and_pad_tokens
@@ -73,8 +71,7 @@ def converted_gguf(file: Path, cache_dir: str | None, expected_sha256: str | Non
     Raises:
         ModelError: the file differs from `expected_sha256`, cannot be read, or has a tokenizer of an unverified kind.
     """
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = sha256(file)
     if expected_sha256 not in (None, digest):
         raise ModelError(f"{file} is not the expected file (sha256 {digest}, expected {expected_sha256}) and is refused")
     models = _cache_root(cache_dir) / "models"
@@ -86,12 +83,9 @@ def converted_gguf(file: Path, cache_dir: str | None, expected_sha256: str | Non
     with FileLock(f"{target}.lock"):
         if not _is_current(target, source):
             print(f"Converting {file.name} to a checkpoint in {target} (once) ...", file=sys.stderr, flush=True)
-            with tempfile.TemporaryDirectory(dir=models, prefix=f".{target.name}-") as temporary:
-                made = Path(temporary) / "checkpoint"
+            with written_whole(target) as made:
                 _convert(file, made)
                 (made / _SOURCE_FILE).write_text(source, encoding="utf-8")
-                shutil.rmtree(target, ignore_errors=True)
-                made.rename(target)
             print("Converted.", file=sys.stderr, flush=True)
     return str(target)
 

@@ -9,7 +9,6 @@ Tensors are stored as safetensors, everything else as JSON.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import random
@@ -24,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from firedistill.files import REPLACED, UNFINISHED, discard, naming, read_json
+from firedistill.files import REPLACED, UNFINISHED, discard, naming, read_json, sha256
 from firedistill.run.directory import CHECKPOINT
 
 logger = logging.getLogger(__name__)
@@ -77,11 +76,6 @@ def check(folder: Path, contents: bool = True) -> dict[str, Any]:
         if path.stat().st_size != entry.get("bytes") or (contents and sha256(path) != entry.get("sha256")):
             raise CheckpointError(f"{folder} is damaged: {name} is not what was written")
     return manifest
-
-
-def sha256(path: Path) -> str:
-    with naming(path), path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- The checkpoints of a run ------------------------------------------------------------------------------------------------
