@@ -12,10 +12,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from firedistill.tasks.answers.numbers import count_numbers, find_numbers
 from firedistill.tasks.types import Example, FeedbackField, Verdict
+
+if TYPE_CHECKING:
+    from firedistill.tasks.task import Task
 
 MAX_LINE_CHARACTERS = 160
 MAX_SNIPPETS = 3
@@ -34,23 +37,11 @@ _OPERATOR = r"\s{0,3}+(?:\\times|\\cdot|\\div|[-−+*/×·÷xX])\s{0,3}+"
 _EXPRESSION = re.compile(rf"(?<![\w.,]){_NUMBER}(?:{_OPERATOR}{_NUMBER}){{1,8}}+(?:\s{{0,3}}+=\s{{0,3}}+{_NUMBER})?+", re.ASCII)
 
 
-class Task(Protocol):
-    """The attributes of `firedistill.Task` that the feedback uses."""
-
-    name: str
-    type_name: str
-    answer_type: str
-    checker_mode: str
-    final_marker: str
-
-    def prompt(self, example: Example) -> str: ...
-
-
 def structured_feedback(task: Task, example: Example, response: str, verdict: Verdict) -> tuple[FeedbackField, ...]:
     """The paper's context c = (b_1, b_2, b_3, b_4) for one response.
 
     Args:
-        task: any object with the attributes of the protocol `Task`.
+        task: gives the names and the prompt that the fields quote.
         example: the problem.
         response: the student's text; may be empty.
         verdict: the verifier's judgement of this response.
