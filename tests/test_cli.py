@@ -24,11 +24,11 @@ from firedistill.cli import main as cli
 from firedistill.cli import names
 from firedistill.cli.arguments import parse_settings
 from firedistill.cli.inspect import inspect_command, options_read, print_inspection
-from firedistill.coerce import coerce, describe
+from firedistill.coerce import built_in_names, coerce, describe
 from firedistill.config import UNUSED
 from firedistill.evaluation import answer_examples
 from firedistill.objectives import load_objective, registered_objectives
-from firedistill.recipes import OptionError, build_config, built_in_recipes, option_groups
+from firedistill.recipes import OptionError, build_config, option_groups
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollout import Response
@@ -126,7 +126,7 @@ def test_options_override_the_recipe_which_overrides_the_defaults(recipe):
 
 
 def test_a_warm_start_is_supervised_whatever_the_method_of_the_recipe():
-    for recipe in built_in_recipes():
+    for recipe in built_in_names("recipes"):
         assert build_config(WarmStartConfig, recipe, {"use_cpu": True}).method == "supervised"
     with pytest.raises(OptionError, match="method is 'fire'; a warm start is supervised fine-tuning: use firedistill train"):
         build_config(WarmStartConfig, "lab", {"use_cpu": True, "method": "fire"})
@@ -422,7 +422,7 @@ def test_recipes_that_cannot_be_read(text, complaint, tmp_path):
     assert "mine.yaml" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", built_in_recipes())
+@pytest.mark.parametrize("name", built_in_names("recipes"))
 def test_every_built_in_recipe_is_valid(name):
     kind = WarmStartConfig if "warmstart" in name else SelfDistillConfig
     config = build_config(kind, name, {"use_cpu": True})
@@ -578,7 +578,7 @@ def test_help_leads_with_our_options(command, kind, firedistill):
     assert positions == sorted(positions) and next(iter(groups)) == "What to train"
     ours = {option.name for options in groups.values() for option in options}
     assert all(f"\n  --{name} (" in told.out for name in ours) and "--resume" in told.out and "--overwrite" in told.out
-    assert all(name in told.out for name in built_in_recipes())
+    assert all(name in told.out for name in built_in_names("recipes"))
     inherited = {f.name for f in fields(kind) if f.init} - ours
     assert {"adam_epsilon", "hub_model_id"} <= inherited
     assert not any(name in told.out.replace(",", " ").split() for name in inherited)
@@ -730,7 +730,6 @@ def test_names_are_those_of_the_settings():
     assert names.setting_types().keys() == {f.name for f in fields(WarmStartConfig) if f.init}
     ours = {name for name, of_class in registered_objectives().items() if of_class.__module__.startswith("firedistill.")}
     assert names.method_names() == ours
-    assert names.recipe_names() == set(built_in_recipes())
 
 
 def test_an_unknown_command_and_the_version(firedistill, capsys):

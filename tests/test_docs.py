@@ -27,11 +27,12 @@ from firedistill.cli.arguments import parse_suite
 from firedistill.cli.main import COMMANDS, PRINTING_OPTIONS, main
 from firedistill.cli.names import OF_TRL
 from firedistill.cli.suite import planned
+from firedistill.coerce import built_in_names
 from firedistill.config import SelfDistillConfig as Config
 from firedistill.objectives import load_objective, registered_objectives
 from firedistill.run.log import read_jsonl
 from firedistill.setup import named_task
-from firedistill.suites.plan import built_in_suites, make_plan
+from firedistill.suites.plan import make_plan
 from firedistill.tasks.judge import load_judge
 from firedistill.warmstart import WarmStartConfig
 from tiny import ToyTask, save_checkpoint
@@ -511,7 +512,7 @@ def test_the_tables_name_what_there_is():
     tasks = {name for name in first_column("README.md", "task") if not name.startswith(("my_module", "./my_file", ":", "gym:"))}
     assert all(load_task(name) for name in tasks)
     assert {name.removeprefix("firedistill ") for name in first_column("README.md", "command")} == COMMANDS.keys()
-    assert first_column("docs/suites.md", "suite") == set(built_in_suites())
+    assert first_column("docs/suites.md", "suite") == set(built_in_names("suites"))
 
 
 def anchors_of(page: Path) -> set[str]:

@@ -25,13 +25,14 @@ from firedistill.checks import (
     gold_responses,
 )
 from firedistill.cli import main as cli
+from firedistill.coerce import built_in_names
 from firedistill.footprint import memory_of_step
 from firedistill.models import tokens
 from firedistill.models.quantized import gradient_difference
 from firedistill.objectives import registered_objectives
 from firedistill.objectives.full_context import FullContext
 from firedistill.prompts import PromptEncoder, student_messages
-from firedistill.recipes import build_config, built_in_recipes
+from firedistill.recipes import build_config
 from firedistill.setup import load_setup
 from firedistill.tasks.code import CodeTask
 from firedistill.warmstart import WarmStartConfig
@@ -523,7 +524,7 @@ def test_sizes_that_do_not_choose_among_given_problems(model, tmp_path):
     assert found(model, tmp_path, train=given)["warning"] == []
 
 
-@pytest.mark.parametrize("recipe", [name for name in built_in_recipes() if not name.endswith("-warmstart")])
+@pytest.mark.parametrize("recipe", [name for name in built_in_names("recipes") if not name.endswith("-warmstart")])
 def test_built_in_recipes_set_nothing_without_effect(recipe):
     """Suites run every method with one recipe."""
     for method in registered_objectives():

@@ -21,11 +21,12 @@ import pytest
 from firedistill import SelfDistillConfig, recipes
 from firedistill.cli import main as cli
 from firedistill.cli import suite as command
+from firedistill.coerce import built_in_names
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
 from firedistill.suites import plan as planning
 from firedistill.suites import run as running
-from firedistill.suites.plan import Plan, absolute, built_in_suites, make_plan, merge, read_plan, read_suite
+from firedistill.suites.plan import Plan, absolute, make_plan, merge, read_plan, read_suite
 from firedistill.suites.run import (
     HOST,
     Runner,
@@ -45,6 +46,7 @@ from firedistill.tasks import reading, table
 from tiny import save_checkpoint
 
 TESTS = Path(__file__).parent
+built_in = built_in_names("suites")
 
 RECIPE = """\
 model: {model}
@@ -163,7 +165,7 @@ def test_the_authors_subsets_follow_the_seed(toy, tmp_path):
         make_plan("table1-subsets", options={"eval_subset_seed": "3"})
 
 
-@pytest.mark.parametrize("name", [name for name in built_in_suites() if name.startswith("study") and name != "study-asdiv"])
+@pytest.mark.parametrize("name", [name for name in built_in if name.startswith("study") and name != "study-asdiv"])
 def test_the_studies_of_the_lab_model_have_five_seeds_of_every_run(name):
     plan = make_plan(name)
     by_run = Counter(run.id.removesuffix(f"-seed{run.seed}") for run in plan.runs)
@@ -515,8 +517,8 @@ def test_no_plan_is_refused_in_words(text, tmp_path):
 
 def test_every_built_in_suite_can_be_read():
     studies = [f"study-{name}" for name in ("asdiv", "controls", "noise", "parts", "rates", "steps", "tropd")]
-    assert built_in_suites() == ["ablation", "lab", "lab-rates", "lr-sweep", *studies, "table-14b", "table1", "table1-subsets"]
-    assert all(read_suite(name)[1]["title"] for name in built_in_suites())
+    assert built_in == ["ablation", "lab", "lab-rates", "lr-sweep", *studies, "table-14b", "table1", "table1-subsets"]
+    assert all(read_suite(name)[1]["title"] for name in built_in)
 
 
 def test_a_suite_and_a_run_keep_out_of_each_others_folders(toy, tmp_path, capsys):

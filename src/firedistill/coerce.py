@@ -8,6 +8,7 @@ import math
 import types
 import typing
 from contextlib import suppress
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,12 @@ def parse_yaml(text: str) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
         # PyYAML lets the errors of its conversions through, such as that of a date in a 13th month.
         raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def built_in_names(folder: str) -> list[str]:
+    """The names, without `.yaml`, of the files that the package has in `recipes` or in `suites`."""
+    names = [file.name for file in (resources.files("firedistill") / folder).iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def read_yaml(path: Path | Traversable) -> Any:

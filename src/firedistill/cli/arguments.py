@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from firedistill.cli.names import OF_TRL, method_names, recipe_names, setting_types
+from firedistill.cli.names import OF_TRL, method_names, setting_types
+from firedistill.coerce import built_in_names
 from firedistill.imports import METHODS, plugins
-from firedistill.suites.plan import built_in_suites
 from firedistill.tasks import refuse_unknown
 from firedistill.terminal import nearest
 
@@ -175,10 +175,10 @@ def parse(command: str, arguments: Sequence[str]) -> Namespace:
     """
     options = Parser(command).parse(arguments)
     recipe, method, task = options.recipe, options.settings.get("method"), options.settings.get("task")
-    if recipe is not None and command != "data" and recipe not in recipe_names() and not Path(recipe).exists():
-        listed = ", ".join(sorted(recipe_names()))
+    recipes = built_in_names("recipes")
+    if recipe is not None and command != "data" and recipe not in recipes and not Path(recipe).exists():
         kinds = "a run directory, an adapter or a recipe" if command in ("eval", "inspect") else "a file or folder"
-        raise ValueError(f"there is no {recipe!r}: expected {kinds}, or one of {listed}{nearest(recipe, recipe_names())}")
+        raise ValueError(f"there is no {recipe!r}: expected {kinds}, or one of {', '.join(recipes)}{nearest(recipe, recipes)}")
     if method is not None and ":" not in method and method not in method_names():
         known = sorted([*method_names(), *plugins(METHODS)])
         if method not in known:
@@ -219,7 +219,7 @@ def parse_suite(arguments: Sequence[str]) -> tuple[Namespace, dict[str, Any]]:
     parser = OneLineParser(
         prog="firedistill suite",
         usage="firedistill suite NAME [--seeds ...] [--only ...] [--option value ...] [--dry-run | --status | --retry-failed]",
-        description=SUITE.format(names=", ".join(built_in_suites())),
+        description=SUITE.format(names=", ".join(built_in_names("suites"))),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

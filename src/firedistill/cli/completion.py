@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from firedistill.cli.arguments import OF_COMMANDS, wants_help
-from firedistill.cli.names import method_names, recipe_names, setting_types
+from firedistill.cli.names import method_names, setting_types
+from firedistill.coerce import built_in_names
 from firedistill.imports import METHODS, plugins
 
 BASH = """\
@@ -43,7 +44,7 @@ def completion_command(arguments: Sequence[str], console: Console) -> int:
         "COMMANDS": COMMANDS,
         "METHODS": [*method_names(), *plugins(METHODS)],
         "OPTIONS": [f"--{name}" for name in options],
-        "RECIPES": recipe_names(),
+        "RECIPES": built_in_names("recipes"),
     }
     script = SCRIPTS[arguments[0]]
     for name, known in words.items():

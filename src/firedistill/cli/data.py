@@ -13,9 +13,10 @@ from rich.console import Console
 
 from firedistill.checks import check_examples, check_feedback, check_golds
 from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
+from firedistill.coerce import built_in_names
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages, teacher_messages
-from firedistill.recipes import built_in_recipes, option_groups
+from firedistill.recipes import option_groups
 from firedistill.setup import Setup, held_out
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.judge import Opinion, load_judge
@@ -106,7 +107,7 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
 
 
 def is_recipe(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) or (Path(name) / "config.yaml").is_file() or name in built_in_recipes()
+    return name.endswith((".yaml", ".yml")) or (Path(name) / "config.yaml").is_file() or name in built_in_names("recipes")
 
 
 def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:

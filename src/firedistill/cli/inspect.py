@@ -14,6 +14,7 @@ from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
+from firedistill.coerce import built_in_names
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json
@@ -22,7 +23,7 @@ from firedistill.models.sharding import lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import View, shown_prompt, teacher_messages
-from firedistill.recipes import built_in_recipes, default_of, option_groups, read_recipe
+from firedistill.recipes import default_of, option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
@@ -67,7 +68,7 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
     """
     if recipe is None and not {"model", "initial_adapter"} & settings.keys():
         raise ValueError(
-            f"expected a run directory, an adapter, a recipe, or --model; recipes are {', '.join(built_in_recipes())}"
+            f"expected a run directory, an adapter, a recipe, or --model; recipes are {', '.join(built_in_names('recipes'))}"
         )
     if recipe is not None and Path(recipe).is_dir() and not any((Path(recipe) / name).is_file() for name in FILES):
         raise ValueError(f"{recipe} is neither a run directory nor an adapter: it has none of {', '.join(FILES)}")

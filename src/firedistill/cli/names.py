@@ -1,4 +1,4 @@
-"""Names of options, methods and recipes, read from the source files: a mistake is reported before torch is imported."""
+"""Names of options and methods, read from the source files: a mistake is reported before torch is imported."""
 
 from __future__ import annotations
 
@@ -52,12 +52,6 @@ def method_names() -> frozenset[str]:
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "register":
                     names.add(ast.literal_eval(call.args[0]))
     return frozenset(names)
-
-
-@cache
-def recipe_names() -> frozenset[str]:
-    """The names of the built-in recipes."""
-    return frozenset(path.stem for path in (Path(str(files("firedistill"))) / "recipes").glob("*.yaml"))
 
 
 def _fields(path: Path, of_class: str) -> dict[str, str]:

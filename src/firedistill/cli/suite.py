@@ -14,7 +14,8 @@ from rich.live import Live
 from rich.table import Table
 
 from firedistill.cli.arguments import parse_suite
-from firedistill.suites.plan import SET_BY_SUITE, Plan, PlannedRun, built_in_suites, make_plan, merge, with_warm_starts
+from firedistill.coerce import built_in_names
+from firedistill.suites.plan import SET_BY_SUITE, Plan, PlannedRun, make_plan, merge, with_warm_starts
 from firedistill.suites.run import Runner, RunState, SuiteFolder, array_part, duration, run_arguments, share, summary
 from firedistill.terminal import visible
 
@@ -25,7 +26,7 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
     """Plan, run, continue or show a suite; returns 1 if a run has failed or was not executed."""
     options, rest = parse_suite(arguments)
     if options.name is None:
-        raise ValueError(f"name a suite: one of {', '.join(built_in_suites())}, a YAML file, or the folder of a suite")
+        raise ValueError(f"name a suite: one of {', '.join(built_in_names('suites'))}, a YAML file, or the folder of a suite")
     suite, plan, chosen = planned(options, rest)
     if options.status:
         plan = replace(plan, runs=chosen)
@@ -74,7 +75,7 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
         if name in rest:
             raise ValueError(f"--{name} differs between the runs of a suite; use --only, --seeds, -o")
     # With --output_dir, `lab` is the built-in suite also where a folder of that name lies.
-    built_in = options.name in built_in_suites() and options.output_dir is not None
+    built_in = options.name in built_in_names("suites") and options.output_dir is not None
     is_folder = not built_in and (Path(options.name) / "plan.json").is_file()
     if is_folder and options.output_dir is not None:
         raise ValueError(f"{options.name} is the folder of a suite, which keeps its place: leave out --output_dir")

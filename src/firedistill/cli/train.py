@@ -12,10 +12,11 @@ import torch.distributed as dist
 from rich.console import Console
 
 from firedistill.cli.arguments import config_of, parse, wants_help
+from firedistill.coerce import built_in_names
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
 from firedistill.imports import METHODS, TASKS, package, plugins
 from firedistill.objectives import objective_class, registered_objectives
-from firedistill.recipes import built_in_recipes, default_of, option_groups, read_recipe
+from firedistill.recipes import default_of, option_groups, read_recipe
 from firedistill.run.console import before_and_after, correct_rate_trend
 from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
 from firedistill.run.identity import refuse_another_run
@@ -118,7 +119,7 @@ def print_help(config_class: type[SelfDistillConfig], console: Console, command:
     """The options by group; inherited ones on request."""
     out = [f"firedistill {command} [RECIPE] [--option value ...] [--resume | --overwrite] [--allow_changes NAME ...]"]
     out += ["    [--preflight only | skip]", "", "RECIPE is a YAML file, a run directory, or one of:"]
-    names = ", ".join(built_in_recipes())
+    names = ", ".join(built_in_names("recipes"))
     out += textwrap.wrap(names, 100, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     out += textwrap.wrap(
         "A run directory with a checkpoint of the same settings is resumed. --resume requires that, --resume_from_checkpoint DIR "

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from firedistill.coerce import coerce, is_secret, read_yaml
+from firedistill.coerce import built_in_names, coerce, is_secret, read_yaml
 from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig, without_effect
 from firedistill.objectives import load_objective
 from firedistill.tasks.reading import is_data_file
@@ -100,7 +100,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     path = Path(name) / "config.yaml" if (Path(name) / "config.yaml").is_file() else Path(name)
     source = path if path.is_file() else resources.files(__name__) / f"{name}.yaml"
     if not source.is_file():
-        raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_recipes())}")
+        raise OptionError(f"no recipe {name!r}: neither a file nor one of {', '.join(built_in_names('recipes'))}")
     if is_data_file(name):
         raise OptionError(f"{name} is data and not a recipe: train on it by --task {name}")
     try:
@@ -148,11 +148,6 @@ def check_method(name: str, settings: Mapping[str, Any]) -> None:
         load_objective(name, settings)
     except ValueError as error:
         raise OptionError(str(error)) from error
-
-
-def built_in_recipes() -> list[str]:
-    files = [file.name for file in resources.files(__name__).iterdir()]
-    return sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
 
 
 def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:

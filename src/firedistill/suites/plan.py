@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from firedistill.coerce import coerce, is_secret, read_yaml
+from firedistill.coerce import built_in_names, coerce, is_secret, read_yaml
 from firedistill.files import write_text
 from firedistill.tasks import load_task, names_rows, refuse_unknown
 from firedistill.tasks.judge import load_judge
@@ -103,11 +103,6 @@ def with_warm_starts(chosen: Sequence[PlannedRun], runs: Sequence[PlannedRun]) -
     return [run for run in runs if run.id in wanted]
 
 
-def built_in_suites() -> list[str]:
-    folder = resources.files("firedistill.suites")
-    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
-
-
 def read_suite(name: str) -> tuple[str, dict[str, Any], Path | None]:
     """Name, content and folder (None if built in) of a suite file.
 
@@ -117,7 +112,7 @@ def read_suite(name: str) -> tuple[str, dict[str, Any], Path | None]:
     path = Path(name)
     built_in = resources.files("firedistill.suites") / f"{name}.yaml"
     if not path.is_file() and not built_in.is_file():
-        raise ValueError(f"no suite {name!r}: neither a file nor one of {', '.join(built_in_suites())}")
+        raise ValueError(f"no suite {name!r}: neither a file nor one of {', '.join(built_in_names('suites'))}")
     try:
         content = read_yaml(path if path.is_file() else built_in)
     except ValueError as error:
