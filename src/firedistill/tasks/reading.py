@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from firedistill.tasks.sources import DataError, Rows, hub_dataset, kind_of
+from firedistill.tasks.sources import PARQUET_EXPORT, DataError, Rows, kind_of
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet")
 CHUNK = 1024  # rows of a columnar file that are converted together
@@ -297,6 +297,29 @@ def hub_splits(hub_id: str, config: str | None) -> list[str]:
 
 
 def hub_rows(hub_id: str, config: str | None, split: str, revision: str | None = None, folder: str | None = None) -> Rows:
-    """The rows of one split of a hub dataset, which `datasets` maps into memory; see `hub_dataset`."""
-    source, dataset = hub_dataset(hub_id, config, split, revision, folder or hub_id.rpartition("/")[2])
+    """The rows of one split of a hub dataset, which `datasets` maps into memory. Never runs code from the hub.
+
+    Args:
+        hub_id, config, split, revision: as in `datasets.load_dataset`.
+        folder: the sub-folder of `data_dir` that the error message suggests for a local copy; by default the name of the dataset.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such dataset, configuration or split.
+    """
+    import datasets  # takes a second to import, and local files do not need it
+
+    if revision == PARQUET_EXPORT:  # that branch has no list of configurations, only folders named after them
+        request: dict[str, Any] = {"data_files": {split: f"{config}/{split}/*.parquet"}}
+    else:
+        request = {"name": config}
+    source = f"{hub_id} ({config}), split {split!r}" if config else f"{hub_id}, split {split!r}"
+    try:
+        dataset = datasets.load_dataset(hub_id, split=split, revision=revision, **request)
+    except Exception as error:  # the hub client raises many unrelated types
+        kind, text = type(error).__name__, str(error).strip()
+        raise DataError(
+            f"could not load {source}, from the Hugging Face hub ({kind}: {(text or kind).partition(chr(10))[0]}). If the hub is "
+            f"unreachable, pass a local copy in the hub's columns: data_dir (--data_dir) with {split}.jsonl, {split}.jsonl.gz or "
+            f"{split}.parquet, alone or in a sub-folder {folder or hub_id.rpartition('/')[2]}."
+        ) from error
     return rows_of(dataset, source)

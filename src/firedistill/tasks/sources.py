@@ -1,4 +1,4 @@
-"""Published datasets, on the hub or in local files with the hub's columns, and checked access to the fields of their rows."""
+"""Local files of published datasets, with the hub's columns, and checked access to the fields of their rows."""
 
 from __future__ import annotations
 
@@ -71,33 +71,6 @@ def find_file(data_dir: str | Path, folder: str, split: str) -> Path:
         f"data_dir {root} has no file for split {split!r}: expected {split}.jsonl, {split}.jsonl.gz or {split}.parquet there "
         f"or in its sub-folder {folder}. Found {seen}."
     )
-
-
-def hub_dataset(hub_id: str, config: str | None, split: str, revision: str | None, folder: str) -> tuple[str, Any]:
-    """The name of one split of a hub dataset, for messages, and its `datasets.Dataset`. Never runs code from the hub.
-
-    Args:
-        hub_id, config, split, revision: as in `datasets.load_dataset`.
-        folder: the sub-folder of `data_dir` that the error message suggests for a local copy.
-
-    Raises:
-        DataError: the hub cannot be reached, or has no such dataset, configuration or split.
-    """
-    import datasets  # takes a second to import, and local files do not need it
-
-    if revision == PARQUET_EXPORT:  # that branch has no list of configurations, only folders named after them
-        request: dict[str, Any] = {"data_files": {split: f"{config}/{split}/*.parquet"}}
-    else:
-        request = {"name": config}
-    source = f"{hub_id} ({config}), split {split!r}" if config else f"{hub_id}, split {split!r}"
-    try:
-        return source, datasets.load_dataset(hub_id, split=split, revision=revision, **request)
-    except Exception as error:  # the hub client raises many unrelated types
-        raise DataError(
-            f"could not load {source}, from the Hugging Face hub ({type(error).__name__}: {_first_line(error)}). If the hub is "
-            f"unreachable, pass a local copy in the hub's columns: data_dir (--data_dir) with {split}.jsonl, {split}.jsonl.gz or "
-            f"{split}.parquet, alone or in a sub-folder {folder}."
-        ) from error
 
 
 def text_field(row: Mapping[str, Any], name: str, *, empty: bool = False) -> str:
@@ -182,7 +155,3 @@ def _listing(folder: Path) -> str:
     names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in folder.iterdir())
     shown = ", ".join(names[:MOST_LISTED]) or "nothing"
     return shown + (f", and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
