@@ -11,7 +11,7 @@ import typing
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import yaml
@@ -76,8 +76,6 @@ class SelfDistillConfig(TrainingArguments):
     Raises:
         ValueError: an invalid value; the message names the option and what was expected.
     """
-
-    default_folder: ClassVar[str] = RUN_FOLDER
 
     # --- What to train
     model: str = training_setting(
@@ -427,7 +425,7 @@ class SelfDistillConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._convert()
-        self.output_dir = self._filled(self.output_dir or self.default_folder)
+        self.output_dir = self._filled(self.output_dir or RUN_FOLDER)
         self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]

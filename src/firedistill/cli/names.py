@@ -58,6 +58,4 @@ def _fields(path: Path, of_class: str) -> dict[str, str]:
     """The annotations of a dataclass's fields by name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == of_class)
-    declared = [line for line in found.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-    kinds = {line.target.id: ast.unparse(line.annotation) for line in declared if isinstance(line.target, ast.Name)}
-    return {name: kind for name, kind in kinds.items() if not kind.startswith("ClassVar")}
+    return {ast.unparse(line.target): ast.unparse(line.annotation) for line in found.body if isinstance(line, ast.AnnAssign)}
