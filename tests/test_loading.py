@@ -555,7 +555,6 @@ def test_adapter_of_another_base(base_and_adapter, tmp_path):
     twin, _ = load_model_and_tokenizer(str(tmp_path / "twin"))
     with pytest.raises(ModelError, match="was made for .*base, not for .*twin"):
         load_adapter(twin, adapter)
-    assert load_adapter(twin, adapter, check_base=False).peft_config["default"].r == 4
 
 
 def test_base_in_another_folder_is_the_same_base(base_and_adapter, tmp_path):
@@ -808,7 +807,6 @@ def test_gguf_is_converted_once(tmp_path, cache, capfd):
 
     (folder / "config.json").unlink()  # an incomplete folder is replaced
     assert resolve_model(file) == str(folder) and (folder / "config.json").exists()
-    assert Path(resolve_model(file, str(tmp_path / "other"))).parent == tmp_path / "other" / "models"
 
 
 def test_gguf_weights_and_tokens(tmp_path, cache):
@@ -877,10 +875,9 @@ def test_gguf_needs_its_package(tmp_path, cache, monkeypatch):
 def test_cache_folders(monkeypatch, tmp_path):
     monkeypatch.delenv("FIREDISTILL_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert conversion._cache_root(None) == tmp_path / "firedistill"
+    assert conversion._cache_root() == tmp_path / "firedistill"
     monkeypatch.setenv("FIREDISTILL_CACHE", str(tmp_path / "mine"))
-    assert conversion._cache_root(None) == tmp_path / "mine"
-    assert conversion._cache_root(str(tmp_path / "argument")) == tmp_path / "argument"
+    assert conversion._cache_root() == tmp_path / "mine"
 
 
 # The real model

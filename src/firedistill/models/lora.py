@@ -55,13 +55,12 @@ def add_lora(
     return _adapted(model, config)
 
 
-def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_base: bool = True) -> PeftModel:
+def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str]) -> PeftModel:
     """Put a saved LoRA adapter on `model`; its factors are trainable and float32.
 
     Args:
         model: the base, without adapter.
         path: a folder that `save_pretrained` of a peft model has written.
-        check_base: refuse an adapter that names another base model, even if its shapes fit.
 
     Raises:
         ModelError: the folder is not a LoRA adapter, has a setting that is not supported, belongs to another base model, or holds other
@@ -72,12 +71,12 @@ def load_adapter(model: PreTrainedModel, path: str | os.PathLike[str], *, check_
     base, here = settings.pop("base_model_name_or_path", None), model.name_or_path
     revision = settings.pop("revision", None) or "main"
     loaded = getattr(model, "firedistill_revision", revision) or "main"
-    if check_base and base and here and _base_label(base) != _base_label(here):
+    if base and here and _base_label(base) != _base_label(here):
         raise ModelError(
             f"the adapter in {folder} was made for {base}, not for {here}. If these are the same weights under another "
             "name, correct base_model_name_or_path in its adapter_config.json"
         )
-    if check_base and here and revision != loaded and not Path(here).is_dir():
+    if here and revision != loaded and not Path(here).is_dir():
         raise ModelError(
             f"the adapter in {folder} was made for revision {revision} of {here}, not for {loaded}: say which by --model_revision"
         )
