@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from firedistill import load_task
 from firedistill.evaluation import answer_examples, summarize
 from firedistill.models.loading import LAB_FOLDER, load_model_and_tokenizer
+from firedistill.models.tokens import stop_token_ids
 from firedistill.prompts import PromptEncoder, TokenBudget, teacher_messages
 from firedistill.rollout import Sampling
-from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
+from firedistill.rollouts.hf import HFRolloutEngine
 
 SCRIPTS = Path(__file__).parent.parent / "tools" / "lab"
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=64)

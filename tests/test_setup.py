@@ -15,7 +15,8 @@ from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
 from firedistill.models.lora import add_lora, load_adapter
-from firedistill.rollouts.hf import HFRolloutEngine, stop_token_ids
+from firedistill.models.tokens import stop_token_ids
+from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.setup import load_setup
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from killable import RandomTask, killable_config

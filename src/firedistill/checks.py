@@ -33,12 +33,11 @@ from firedistill.models.attention import NAME, has_bfloat16
 from firedistill.models.lora import trained_parameters
 from firedistill.models.quantized import TOLERATED_DIFFERENCE, gradient_difference, quantized_layers
 from firedistill.models.states import positions, unwrap
-from firedistill.models.tokens import end_of_turn_id, render
+from firedistill.models.tokens import end_of_turn_id, render, stop_token_ids
 from firedistill.objectives import load_objective
 from firedistill.objectives.full_context import FullContext
 from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
-from firedistill.rollouts.hf import stop_token_ids
 from firedistill.rollouts.server import PATIENCE, unreachable
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup, load_setup, reads_feedback

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.models.errors import ModelError
@@ -64,6 +65,11 @@ def set_stop_and_pad_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokeniz
         tokenizer.pad_token = replacement
     model.generation_config.eos_token_id = stops[0] if len(stops) == 1 else stops
     model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a response: the checkpoint's end-of-sequence tokens and the tokenizer's."""
+    return sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_answer: bool) -> str:

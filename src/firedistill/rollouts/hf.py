@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from firedistill.memory import SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.states import inference_mode, unwrap
+from firedistill.models.tokens import stop_token_ids
 from firedistill.rollout import Response, Sampling
 from firedistill.rollouts.decoding import Batch, GrowingBatch, can_decode, decode
 from firedistill.rollouts.fixed import Decoder, FixedBatch, can_fix
@@ -204,13 +205,6 @@ class HFRolloutEngine:
         stop = next((position for position, token in enumerate(ids) if token in self.stop_ids), None)
         kept = ids if stop is None else ids[: stop + 1]
         return Response(kept, cast(str, self.tokenizer.decode(kept, skip_special_tokens=True)), finished=stop is not None)
-
-
-def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a response: the checkpoint's end-of-sequence tokens and the tokenizer's."""
-    configured = model.generation_config.eos_token_id
-    ids = configured if isinstance(configured, list) else [configured]
-    return sorted({token for token in [*ids, tokenizer.eos_token_id] if token is not None})
 
 
 def causal_lm_for_decoding(model: PreTrainedModel | PeftModel) -> PreTrainedModel | None:

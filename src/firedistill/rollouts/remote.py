@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
+from firedistill.models.tokens import stop_token_ids
 from firedistill.rollout import Response, Sampling
-from firedistill.rollouts.hf import stop_token_ids
 from firedistill.rollouts.weights import check_adapter
 
 VERSIONS = 2  # adapters that an engine keeps: the student's and the teacher's
