@@ -114,11 +114,9 @@ def one_token_layers(setting: Setting) -> Iterator[harness.Row]:
             difference = (found - expected.setdefault(name.partition(",")[0], found)).abs().max()
             run: Callable[[], Any] = partial(repeated, partial(in_turn, operation, layers), sizes.turns)
             run = captured(run).replay if setting.is_gpu else run
-            variants[name] = Variant(run, cache if "attention" in name else None, {"difference": float(difference)})
-        for row in timed({"batch": batch, "columns": columns}, variants, sizes.repeats):
-            for clock in ("seconds", "processor_seconds"):
-                row[clock] = {name: value / (sizes.turns * len(layers)) for name, value in row[clock].items()}
-            yield row
+            work, facts = cache if "attention" in name else None, {"difference": float(difference)}
+            variants[name] = Variant(run, work, facts, parts=sizes.turns * len(layers))
+        yield from timed({"batch": batch, "columns": columns}, variants, sizes.repeats)
 
 
 def in_turn(operation: Callable[[LayerInputs], Tensor], layers: list[LayerInputs]) -> None:

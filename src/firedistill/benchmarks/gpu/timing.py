@@ -21,6 +21,7 @@ class Variant:
         work: its floor.
         facts: about it, for the record.
         times: how often to call it in one timed run, where a single call is too short for a clock.
+        parts: how often one call does what is timed.
         memory: also measure its peak memory.
     """
 
@@ -28,6 +29,7 @@ class Variant:
     work: Work | None = None
     facts: Mapping[str, Any] | None = None
     times: int = 1
+    parts: int = 1
     memory: bool = False
 
 
@@ -37,7 +39,7 @@ def timed(case: Mapping[str, Any], variants: Mapping[str, Variant], repeats: int
     for row in harness.rows(case, functions, repeats):
         variant = variants[row["variant"]]
         for clock in ("seconds", "processor_seconds"):
-            row[clock] = {name: value / variant.times for name, value in row[clock].items()}
+            row[clock] = {name: value / (variant.times * variant.parts) for name, value in row[clock].items()}
         row |= {"work": variant.work, "details": dict(variant.facts or {})}
         if variant.memory:
             row["peak_mib"] = harness.peak_mib_of(variant.function)
