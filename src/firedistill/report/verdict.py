@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from firedistill.report import paired
 from firedistill.report.collapse import COLLAPSES
-from firedistill.report.groups import Group, Setting, Study
+from firedistill.report.groups import Group, Setting, Study, partition
 from firedistill.report.intervals import Estimate, estimate
 from firedistill.report.paired import Difference, differences_from, different_problems, reference_of
 
@@ -137,10 +137,8 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
 
 def different_steps(groups: Sequence[Group]) -> str:
     """The numbers of steps of the groups, as a sentence; empty if all were trained equally long."""
-    parts: dict[int, list[str]] = {}
-    for group in sorted(groups, key=lambda group: group.runs[0].max_steps):
-        parts.setdefault(group.runs[0].max_steps, []).append(group.label)
-    counts = "; ".join(f"{steps} for {listed(labels)}" for steps, labels in parts.items())
+    parts = partition(groups, lambda group: group.runs[0].max_steps)
+    counts = "; ".join(f"{steps} for {listed([group.label for group in parts[steps]])}" for steps in sorted(parts))
     return f"They were trained for different numbers of steps: {counts}." if len(parts) > 1 else ""
 
 
