@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from firedistill.files import REPLACED, UNFINISHED, discard, naming, read_json, sha256
-from firedistill.run.directory import CHECKPOINT
+from firedistill.run.directory import CHECKPOINT, remove
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def remove_after(run: str | Path, step: int) -> None:
     """Remove the checkpoints, complete or not, of later steps than `step`, and leftovers of a killed process."""
     for prefix in (UNFINISHED, REPLACED):
         for path in Path(run).glob(f"{prefix}*"):
-            discard(path) if path.is_dir() else path.unlink(missing_ok=True)
+            remove(path)
     for folder in all_checkpoints(run):
         if step_of(folder) > step:
             discard(folder)
