@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from firedistill.tasks.answers.numbers import count_numbers, lenient_numeric_correct, numeric_equal, numeric_gold, read_numeric
+from firedistill.tasks.answers.text import CALCULATOR_MARK
 from firedistill.tasks.sources import PARQUET_EXPORT, DataError, optional_text, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
@@ -16,7 +17,6 @@ MATH_INSTRUCTION = (
     "`#### ` followed by the number only (for example `#### 42`). Write nothing after that line."
 )
 
-_CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
 _PLAIN_ARITHMETIC = re.compile(r"[\d\s.+\-*/()=]+")
 _OPERATOR = re.compile(r"(?<=[\d)])\s*([-+*/=])\s*(?=[\d(.-])")
 
@@ -61,7 +61,7 @@ class GSM8K(NumericTask):
         if not marker or count_numbers(final) == 0:
             raise DataError("field 'answer': expected working that ends with a line `#### <number>`; add that line")
         gold = numeric_gold(final.strip())
-        working = _CALCULATOR_MARK.sub("", working).strip()
+        working = CALCULATOR_MARK.sub("", working).strip()
         return Example(uid=uid, question=text_field(row, "question"), answer=gold, solution=f"{working}\n#### {gold}".lstrip())
 
 

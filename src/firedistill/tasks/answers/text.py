@@ -43,7 +43,7 @@ def to_ascii(text: object) -> str:
     return text if text.isascii() else text.translate(_ASCII)
 
 
-_CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
+CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
 _TAG = re.compile(r"</?\|?[A-Za-z_]{1,20}\|?>")  # <b>, </answer>, <|im_end|>
 _ANGLE_BRACKETS = re.compile(r"\s*+<([^<>]*+)>\s*+")  # <42>
 _DEGREES = re.compile(r"\^\s{0,3}+\{?\s{0,3}+\\circ(?![A-Za-z])\s{0,3}+\}?")
@@ -75,7 +75,7 @@ def clean(text: str) -> str:
     """
     if "<" in text:
         whole = _ANGLE_BRACKETS.fullmatch(text)
-        text = whole[1] if whole else _TAG.sub(" ", _CALCULATOR_MARK.sub(" ", text))
+        text = whole[1] if whole else _TAG.sub(" ", CALCULATOR_MARK.sub(" ", text))
     if "\\" in text:
         text = text.replace(",\\!", ",").replace("\\$", "$").replace("\\%", "%")
         text = _DEGREES.sub("°", text)
