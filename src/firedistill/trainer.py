@@ -413,7 +413,7 @@ class SelfDistillTrainer(ResumableTrainer):
         """Linear warm-up, then cosine (or constant); no step has rate 0."""
         if self.lr_scheduler is None:
             warmup = self.args.get_warmup_steps(num_training_steps)
-            kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+            kind = self.args.lr_scheduler_type
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer or self.optimizer, lambda done: learning_rate_factor(done + 1, warmup, num_training_steps, kind)
             )
