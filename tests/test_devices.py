@@ -222,6 +222,22 @@ def test_four_bits_where_sixteen_do_not_fit(share, expected, checkpoint, monkeyp
     assert args.quantization == expected
 
 
+def test_processes_with_different_memory_decide_alike(checkpoint, monkeypatch, tmp_path):
+    """By the smallest: another process has no unused memory, or a GPU that does not multiply bfloat16."""
+    args = run_config(
+        "unused", tmp_path, gradient_checkpointing=None, quantization="auto", model_dtype="auto", merge_adapter=None
+    )
+    monkeypatch.setattr(SelfDistillConfig, "device", GPU)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(setup, "unused_memory", lambda device: 1e12)
+    monkeypatch.setattr(setup, "gather_object", lambda own: [*own, False if own == [True] else 0.0])
+    decided = setup.decide_dtype(args, checkpoint) | setup.decide_quantization(args, checkpoint)
+    decided |= setup.decide_for_device(args, add_lora(random_model()))
+    assert (args.quantization, args.merge_adapter, args.gradient_checkpointing) == ("nf4", False, True)
+    assert "the cuda device does not multiply bfloat16" in decided["model_dtype"]
+    assert all(text.count("0.0 GB") for text in decided.values()), "the text has the memory that has decided"
+
+
 def test_weights_are_read_to_their_device(checkpoint, monkeypatch, tmp_path):
     options, original = [], loading.AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(

@@ -37,7 +37,7 @@ from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
-from firedistill.rollouts import load, server, weights
+from firedistill.rollouts import load, orphans, server, weights
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
@@ -133,6 +133,14 @@ def test_merged_projections_have_the_names_of_the_checkpoint(model, folder, tmp_
     ids = torch.tensor([PROMPTS[0]])
     with torch.no_grad():
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_projections_that_vllm_joins_with_an_adapted_one_are_transferred(folder, tmp_path):
+    write_merged(student(folder, target_modules=["q_proj", "gate_proj"]), tmp_path / "merged")
+    merged, plain = load_file(tmp_path / "merged" / "model.safetensors"), load_file(Path(folder) / "model.safetensors")
+    assert len(merged) == 14
+    for name, weight in merged.items():
+        assert torch.equal(weight, plain[name]) != any(target in name for target in ("q_proj", "gate_proj"))
 
 
 def test_the_base_is_the_checkpoint_it_was_loaded_from_or_a_copy(model, folder, tmp_path):
@@ -287,8 +295,15 @@ def test_the_engine_has_the_threads_of_the_trainer(threads, bound, monkeypatch):
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
 
 
-@pytest.mark.parametrize(("free", "share"), [(30.0, 29 / 80), (0.5, 2**-10 / 80)], ids=["room", "no room"])
-def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(free, share, model, monkeypatch):
+def on_a_gpu(monkeypatch, dtype):
+    """Let engines find vLLM, and the student on a second GPU, with a base model in this type."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    monkeypatch.setattr(LlamaForCausalLM, "dtype", dtype)
+    monkeypatch.setattr(PeftModel, "device", torch.device("cuda", 1), raising=False)
+
+
+def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(model, monkeypatch):
     """vLLM starts only if the share that it is given is free, and cannot use what PyTorch keeps in the trainer's process."""
     done: list = []
 
@@ -299,27 +314,64 @@ def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(free, share, mo
         def wake_up(self):
             done.append("wake up")
 
-    def memory(device):
-        assert device == torch.device("cuda", 1)
-        return int(free * 2**30), 80 * 2**30
-
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=LLM))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.32.0")
+    on_a_gpu(monkeypatch, torch.bfloat16)
     for name, function in {
-        "mem_get_info": memory,
         "empty_cache": lambda: done.append("release"),
         "current_stream": lambda device: None,
         "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None),
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8, weights="lora")
-    engine.device = torch.device("cuda", 1)
+    engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8)
     engine._wake()
     engine._wake()
     engine.close()
-    cache = 2 * 2 * 2 * 32 * 4 * 8 * 256  # keys and values of 8 sequences of 100 tokens, in blocks of 128 and with one to spare
-    assert done == ["release", ("start", pytest.approx(share), cache), "release", "wake up"]
+    cache = 2 * 2 * 2 * 32 * 2 * 8 * 256  # keys and values of 8 sequences of 100 tokens, in blocks of 128 and with one to spare
+    assert engine.weights == "lora" and done == ["release", ("start", 1e-3, cache), "release", "wake up"]
+
+
+def test_a_base_in_float32_on_a_gpu_is_merged(model, monkeypatch):
+    on_a_gpu(monkeypatch, torch.float32)
+    assert VLLMEngine(model, byte_tokenizer(), context=100).weights == "merged"
+    with pytest.raises(AdapterError, match="half precision on a GPU, this one is in float32: use --vllm_weights merged"):
+        VLLMEngine(model, byte_tokenizer(), context=100, weights="lora")
+
+
+def test_the_largest_rank_of_the_adapter_is_requested(folder, tmp_path, monkeypatch):
+    adapted = student(folder)
+    adapted.peft_config["default"].rank_pattern = {"q_proj": 20}
+    on_a_gpu(monkeypatch, torch.bfloat16)
+    engine = VLLMEngine(adapted, byte_tokenizer(), context=100)
+    engine.scratch = tmp_path
+    assert engine._options()["max_lora_rank"] == 32
+
+
+def test_the_trainer_does_not_end_with_its_parent_as_its_engine_does(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        orphans.threading, "Thread", lambda args, **options: SimpleNamespace(start=lambda: started.append(args))
+    )
+    orphans.end_with_parent()
+    with environment_of_engine(torch.device("cpu")):
+        orphans.end_with_parent()
+    assert not started, "vLLM loads its plugins in the trainer, too"
+    monkeypatch.setenv(orphans.STARTED_BY_TRAINER, "1")
+    orphans.end_with_parent()
+    monkeypatch.setattr(orphans.multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
+    orphans.end_with_parent()
+    assert started == [(os.getppid(),), (7,)], "not the process that has adopted an orphan"
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, "{home}/.cache/vllm/local-rank-3"), ({"VLLM_CACHE_ROOT": "/own"}, "/own")]
+)
+def test_engines_that_start_together_compile_into_separate_folders(environment, expected, monkeypatch):
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name, value in {"LOCAL_RANK": "3", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with environment_of_engine(torch.device("cuda", 3)):
+        assert os.environ["VLLM_CACHE_ROOT"] == expected.format(home=Path.home()) and "LOCAL_RANK" not in os.environ
 
 
 def test_on_a_cpu_the_engine_is_given_no_share_of_a_gpu(model, monkeypatch, tmp_path):
@@ -563,6 +615,18 @@ def test_nothing_is_left_of_the_adapters_of_an_engine_that_is_closed(model, serv
     assert not (tmp_path / "adapters").exists()
 
 
+def test_the_processes_of_a_run_share_an_adapter(model, servers, tmp_path, monkeypatch):
+    monkeypatch.setattr(server, "broadcast_object_list", lambda own: ["first"])
+    engines = [engine_for(model, servers[:1], tmp_path) for _ in range(2)]
+    for engine in engines:
+        engine.generate(PROMPTS, GREEDY, seed=0)
+    (name,) = servers[0].adapters
+    assert name == f"firedistill-first-{version_of(model)}" and [p.name for p in (tmp_path / "adapters").iterdir()] == [name]
+    for engine in engines:
+        engine.close()
+    assert not servers[0].adapters and not (tmp_path / "adapters").exists()
+
+
 def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "RETRY_AFTER", 0.01)
     gone = Server()
@@ -660,6 +724,14 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path,
     args = run_config(folder, tmp_path, rollouts="auto")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     assert load.choose_engine(model, args) == "vllm"
+    with monkeypatch.context() as patched:
+        on_a_gpu(patched, torch.bfloat16)
+        patched.setattr(load, "has_bfloat16", lambda device: False)
+        patched.setattr(load, "free_memory", lambda device: 1e12)
+        assert load.choose_engine(model, args) == "hf" and "does not emulate bfloat16" in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr(load, "gather_object", lambda reasons: [*reasons, "vLLM is not installed there"])
+        assert load.choose_engine(model, args) == "hf" and "not installed there" in caplog.text, "on another host"
     monkeypatch.setattr(load, "free_memory", lambda device: 1000)
     assert load.choose_engine(model, args) == "hf" and "0.0 GB are free" in caplog.text
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)

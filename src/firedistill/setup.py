@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -237,7 +238,7 @@ def load_setup(
         )
     if not eval_examples:
         args.eval_strategy, args.eval_on_start = "no", False
-    if not train and args.device.type == "cuda" and args.quantization is None:
+    if not train and args.device.type == "cuda" and args.quantization is None and not is_sharded(unwrap(student)):
         with explained_memory(f"the model does not fit; {LOADING}"):
             student.to(args.device)  # `Trainer` does it where something is trained
     return Setup(
@@ -491,6 +492,11 @@ def use_checkpoint_sampling(args: SelfDistillConfig, model: PreTrainedModel | Pe
         setattr(args, name, own)
 
 
+def smallest(memory: float) -> float:
+    """The smallest value of all processes, which therefore decide alike."""
+    return min(gather_object([memory]))
+
+
 def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
     """Replace model_dtype 'auto' by the type that the device multiplies fast.
 
@@ -499,9 +505,9 @@ def decide_dtype(args: SelfDistillConfig, name: str) -> dict[str, str]:
     if args.model_dtype != "auto":
         return {}
     args.model_dtype, why = "bfloat16", f"the default for {args.device.type}"
-    if args.quantization != "nf4" and not has_bfloat16(args.device):
+    if args.quantization != "nf4" and not all(gather_object([has_bfloat16(args.device)])):
         on_cpu, need = args.device.type == "cpu", weight_bytes(name, "float32", args.model_revision)
-        memory = total_memory() if on_cpu else unused_memory(args.device)
+        memory = smallest(total_memory() if on_cpu else unused_memory(args.device))
         args.model_dtype = "float32" if need <= memory / 4 else "bfloat16"
         sizes = (
             f"the weights in float32 take {need / 1e9:.1f} GB, its {'' if on_cpu else 'unused '}memory is {memory / 1e9:.1f} GB"
@@ -514,7 +520,7 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
     """Replace quantization 'auto' by 'nf4' where the unused memory is below 1.5 times the weights in `model_dtype`."""
     if args.quantization != "auto":
         return {}
-    need, unused = 1.5 * weight_bytes(name, args.model_dtype, args.model_revision), unused_memory(args.device)
+    need, unused = 1.5 * weight_bytes(name, args.model_dtype, args.model_revision), smallest(unused_memory(args.device))
     args.quantization = "nf4" if unused < need else None
     sizes = f"unused memory is {unused / 1e9:.1f} GB, 1.5 times the weights are {need / 1e9:.1f} GB"
     return {"quantization": f"{args.quantization or 'none'}: {sizes}"}
@@ -530,7 +536,7 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
         torch.backends.cuda.enable_cudnn_sdp(False)
     # The model may still have to move to the device.
     waiting = 0 if unwrap(model).device.type == "cuda" else sum(p.nbytes for p in model.parameters())
-    unused = unused_memory(args.device) - waiting if on_gpu else 0
+    unused = smallest(unused_memory(args.device)) - waiting if on_gpu else 0
     if args.merge_adapter is None:
         copies = merged_bytes(model)
         args.merge_adapter = copies > 0 and (not on_gpu or copies < unused / 2)

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
 from firedistill.memory import BatchLimit, free_memory
 from firedistill.metrics import Metrics
+from firedistill.models.attention import has_bfloat16
 from firedistill.models.states import positions, unwrap
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -57,13 +60,15 @@ def engine_context(model: PeftModel, args: SelfDistillConfig) -> int:
 
 
 def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
-    """`vllm` where it is installed, can run the adapter, and has room for a second copy of the base model; else `hf`."""
+    """`vllm` where every process has it, can run the adapter, and has room for a second copy of the base model; else `hf`."""
     base = unwrap(model)
     try:
         check_adapter(model)
         if model.device.type == "cpu":
             padding_on_cpu(base.config.get_text_config())
         reason = None if importlib.util.find_spec("vllm") else "vLLM is not installed"
+        if base.dtype == torch.bfloat16 and not has_bfloat16(model.device) and model.device.type == "cuda":
+            reason = "vLLM does not emulate bfloat16, which this GPU does not multiply"
     except (AdapterError, PaddingError) as error:
         reason = str(error)
     if reason is None:
@@ -75,6 +80,7 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
             reason = (
                 f"two copies of the model and vLLM's cache take about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             )
+    reason = next(filter(None, gather_object([reason])), None)
     if reason is not None:
         logger.warning("--rollouts auto: the student samples, not vLLM: %s", reason)
     return "vllm" if reason is None else "hf"

@@ -62,14 +62,14 @@ class VLLMEngine(RemoteEngine):
 
     Args:
         model, tokenizer, context, sequences: see `RemoteEngine`.
-        weights: "lora", "merged", or None for merged on a CPU and lora elsewhere.
+        weights: "lora", "merged", or None for merged on a CPU or with a base in float32, and lora otherwise.
 
     Attributes:
         starts: number of child processes so far.
         adapters: number of adapters that the child processes have loaded.
 
     Raises:
-        AdapterError: the adapter is not plain LoRA.
+        AdapterError: the adapter is not plain LoRA, or `weights` is "lora" for a base in float32 on a GPU.
         PaddingError: vLLM does not support the size of the attention heads on CPUs.
         ImportError: vLLM is not installed.
         ValueError: it is too old.
@@ -83,7 +83,13 @@ class VLLMEngine(RemoteEngine):
                 check_vllm(importlib.metadata.version(package), "this environment")
         super().__init__(model, *arguments, **options)
         self.device = model.device
-        self.weights = weights or ("merged" if self.device.type == "cpu" else "lora")
+        on_cpu, in_float32 = self.device.type == "cpu", unwrap(model).dtype == torch.float32
+        self.weights = weights or ("merged" if on_cpu or in_float32 else "lora")
+        if self.weights == "lora" and in_float32 and not on_cpu:
+            raise AdapterError(
+                "vLLM's kernels for adapters need a base in half precision on a GPU, this one is in float32: use --vllm_weights merged, "
+                "or --model_dtype bfloat16"
+            )
         self.padding = padding_on_cpu(unwrap(model).config) if self.device.type == "cpu" else None
         self.starts = self.adapters = 0
         self.llm: Any = None
@@ -171,10 +177,11 @@ class VLLMEngine(RemoteEngine):
         if self.padding is None and (revision := getattr(base, "firedistill_revision", None)):
             options["revision"] = revision
         if self.weights == "lora":
-            rank = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]]).r
+            adapter = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]])
+            rank = max([adapter.r, *adapter.rank_pattern.values()])
             fitting = [allowed for allowed in RANKS if allowed >= rank]
             if not fitting:
-                raise AdapterError(f"lora_r is {rank}: vLLM supports ranks up to {RANKS[-1]}; use --rollouts hf")
+                raise AdapterError(f"the adapter has rank {rank}: vLLM supports ranks up to {RANKS[-1]}; use --rollouts hf")
             options |= {"enable_lora": True, "max_lora_rank": fitting[0], "max_loras": 1, "max_cpu_loras": VERSIONS}
         if self.device.type == "cpu":
             # Seeds with chunked prefill raise on CPUs; compiling takes a minute and gains nothing there.
@@ -182,7 +189,8 @@ class VLLMEngine(RemoteEngine):
         else:
             options["enable_sleep_mode"] = True
         if self.device.type == "cuda":
-            options["gpu_memory_utilization"] = free_share(self.device)
+            # vLLM does not start unless this share of the GPU is free. `kv_cache_memory_bytes` alone decides what the cache takes.
+            options["gpu_memory_utilization"] = 1e-3
         return options
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -264,20 +272,10 @@ def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -
     return cache_bytes_per_token(config, dtype) * blocks * 128 * sequences
 
 
-def free_share(device: torch.device) -> float:
-    """`gpu_memory_utilization` beside the student: the free share of the GPU's memory, less 1 GiB for the child's CUDA context.
-
-    vLLM does not start if less than this share is free, and its default of about 0.9 ignores the student on the same GPU. The size of
-    its cache depends on `kv_cache_memory_bytes` only.
-    """
-    free, total = torch.cuda.mem_get_info(device)
-    return max(free - 2**30, 2**20) / total  # vLLM requires a share above 0
-
-
 @contextmanager
 def environment_of_engine(device: torch.device) -> Iterator[None]:
     """What the child process inherits: nothing of the launcher's, one GPU or the trainer's number of threads, and signals that only the
-    trainer handles blocked.
+    trainer handles blocked. On a GPU, the engine of every process of a host has its own folder for compiled code.
 
     The caller's environment and random state are restored; vLLM changes both.
     """
@@ -288,7 +286,7 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         if "expandable_segments" in os.environ.get(name, ""):
             del os.environ[name]
     os.environ.update({name: value for name, value in SETTINGS.items() if name != "VLLM_LOGGING_LEVEL" or name not in saved})
-    os.environ[STARTED_BY_TRAINER] = "1"
+    os.environ[STARTED_BY_TRAINER] = str(os.getpid())
     # By itself, vLLM leaves one core to its scheduler and binds all engines of a machine to the same cores.
     if device.type == "cpu":
         available, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -301,6 +299,9 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         visible = saved.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) and visible[index] else str(index)
+        if rank := saved.get("LOCAL_RANK"):  # engines that start together would overwrite each other's files
+            cache = Path(saved.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm" / f"local-rank-{rank}"
+            os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
     resource_tracker.ensure_running()  # starting it later would unblock SIGINT and SIGTERM
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # they are for the trainer
     try:

@@ -19,7 +19,7 @@ from peft import PeftModel
 from peft.tuners import lora
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from firedistill.models.states import unwrap
@@ -99,9 +99,16 @@ def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = 
 
 @torch.no_grad()
 def write_merged(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
-    """Write `W + s B A` of every adapted projection, by its name in the base checkpoint and in its dtype."""
+    """Write `W + s B A` of every adapted projection, by its name in the base checkpoint and in its dtype.
+
+    The plain projections beside an adapted one are written, too. vLLM joins some of them to one tensor, such as q, k and v, and would
+    reload only a part of it.
+    """
     names = {id(module): name for name, module in unwrap(model).named_modules()}
-    merged = {f"{names[id(layer)]}.weight": merged_weight(layer).cpu().contiguous() for _, _, layer in mergeable_layers(model)}
+    layers = mergeable_layers(model)
+    beside = [child for parent, _, _ in layers for child in parent.children() if type(child) is nn.Linear]
+    merged = {f"{names[id(layer)]}.weight": merged_weight(layer).cpu().contiguous() for _, _, layer in layers}
+    merged |= {f"{names[id(layer)]}.weight": layer.weight.cpu().contiguous() for layer in beside}
     folder.mkdir(parents=True)
     save_file(padding.tensors(merged) if padding else merged, folder / "model.safetensors")
 
