@@ -133,23 +133,7 @@ def load_setup(
         TypeError: `tokenizer` or the problems are something else.
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
     """
-    if not isinstance(args, SelfDistillConfig):
-        raise ValueError(f"args is a {type(args).__name__}: expected a SelfDistillConfig")
-    if isinstance(model, os.PathLike):
-        model = os.fspath(model)
-    if not isinstance(model, PreTrainedModel | PeftModel | str | None):
-        raise ValueError(f"model is a {type(model).__name__}: expected a PreTrainedModel, a PeftModel, or the name of a model")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
-        raise TypeError(
-            f"processing_class (tokenizer of load_setup) is a {type(tokenizer).__name__}: expected a tokenizer, such as "
-            "AutoTokenizer.from_pretrained returns"
-        )
-    for name, given in (("train_examples", train_examples), ("eval_examples", eval_examples)):
-        try:
-            iter(() if given is None else given)
-        except TypeError as error:
-            text = f"{name} is a {type(given).__name__}: expected examples or rows, such as a list of mappings"
-            raise TypeError(text) from error
+    check_types(args, model, tokenizer, train_examples=train_examples, eval_examples=eval_examples)
     args = copy.copy(args)
     args.output_dir = os.path.abspath(args.run_dir)  # a task may change the working directory
     if args.data_dir is not None:
@@ -164,7 +148,6 @@ def load_setup(
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
     task = guarded_task(task, args.task_timeout, judge)
-    decided: dict[str, str] = {}
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
     objective = load_objective(args.method, args.method_settings)
     objective.check_teacher(args.teacher_kind, args.teacher_feedback)
@@ -175,43 +158,7 @@ def load_setup(
         )
     evaluates = bool(args.eval_size) and not (isinstance(eval_examples, Sized) and len(eval_examples) == 0)
     also = also_evaluated(args) if evaluates else {}
-    if model is None and args.model.startswith(OBJECT):
-        text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
-        raise ValueError(text)
-    if model is not None:
-        args.model = (
-            model if isinstance(model, str) else unwrap(model).config._name_or_path or f"{OBJECT}{type(unwrap(model)).__name__}"
-        )
-    if model is None or isinstance(model, str):
-        name, sharding = model or args.model, sharding_of(args)
-        decided |= decide_dtype(args, name) | decide_quantization(args, name)
-        model, tokenizer = load_model_and_tokenizer(
-            name,
-            dtype=args.model_dtype,
-            quantization=args.quantization,
-            attn_implementation=args.attn_implementation,
-            revision=args.model_revision,
-            distributed_config=sharding,
-            device=args.device if args.device.type == "cuda" and sharding is None else None,
-            tokenizer=tokenizer,
-        )
-    elif tokenizer is None:
-        raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
-    else:
-        match_object(args, model, train=train or teacher)
-        set_stop_and_pad_tokens(unwrap(model), tokenizer)
-    if args.checkpoint_sampling:
-        use_checkpoint_sampling(args, model)
-    if args.n_gpu > 1:
-        launcher = f"torchrun --no-python --standalone --nproc_per_node {args.n_gpu} firedistill ..."
-        logger.warning("one process uses one GPU; for all %d start with: %s", args.n_gpu, launcher)
-        args._n_gpu = 1
-    if not isinstance(model, PeftModel):
-        torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
-        model = trainable_adapter(model, args)
-    student = sort_targets(model)
-    if args.lora_dtype == "base":
-        compute_in_base_dtype(student)
+    student, tokenizer, decided = load_student(args, model, tokenizer, train=train or teacher)
     teacher_model, teacher_tokenizer = load_teacher(args, student, tokenizer) if teacher else (None, tokenizer)
     for each in (student, teacher_model):
         if each is not None and args.device.type == "cuda":
@@ -254,6 +201,82 @@ def load_setup(
         teacher_model=teacher_model,
         teacher_encoder=PromptEncoder(teacher_tokenizer),
     )
+
+
+def check_types(args: Any, model: Any, tokenizer: Any, **examples: Any) -> None:
+    """Raise TypeError or ValueError unless `load_setup` can use what it is given."""
+    if not isinstance(args, SelfDistillConfig):
+        raise ValueError(f"args is a {type(args).__name__}: expected a SelfDistillConfig")
+    if not isinstance(model, PreTrainedModel | PeftModel | str | os.PathLike | None):
+        raise ValueError(f"model is a {type(model).__name__}: expected a PreTrainedModel, a PeftModel, or the name of a model")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase | None):
+        raise TypeError(
+            f"processing_class (tokenizer of load_setup) is a {type(tokenizer).__name__}: expected a tokenizer, such as "
+            "AutoTokenizer.from_pretrained returns"
+        )
+    for name, given in examples.items():
+        try:
+            iter(() if given is None else given)
+        except TypeError as error:
+            text = f"{name} is a {type(given).__name__}: expected examples or rows, such as a list of mappings"
+            raise TypeError(text) from error
+
+
+def load_student(
+    args: SelfDistillConfig,
+    model: PreTrainedModel | PeftModel | str | os.PathLike[str] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    train: bool,
+) -> tuple[PeftModel, PreTrainedTokenizerBase, dict[str, str]]:
+    """The model with its adapter, its tokenizer, and why settings that were left open got their value, by name.
+
+    `args` gets these values, and those that follow from a given model.
+
+    Args:
+        train: the factors are trained, or a teacher follows them.
+    """
+    if isinstance(model, os.PathLike):
+        model = os.fspath(model)
+    if model is None and args.model.startswith(OBJECT):
+        text = f"the model of this run was a Python object ({args.model.removeprefix(OBJECT)}): name one that can be loaded by --model"
+        raise ValueError(text)
+    if model is not None:
+        args.model = (
+            model if isinstance(model, str) else unwrap(model).config._name_or_path or f"{OBJECT}{type(unwrap(model)).__name__}"
+        )
+    decided: dict[str, str] = {}
+    if model is None or isinstance(model, str):
+        name, sharding = model or args.model, sharding_of(args)
+        decided = decide_dtype(args, name) | decide_quantization(args, name)
+        model, tokenizer = load_model_and_tokenizer(
+            name,
+            dtype=args.model_dtype,
+            quantization=args.quantization,
+            attn_implementation=args.attn_implementation,
+            revision=args.model_revision,
+            distributed_config=sharding,
+            device=args.device if args.device.type == "cuda" and sharding is None else None,
+            tokenizer=tokenizer,
+        )
+    elif tokenizer is None:
+        raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
+    else:
+        match_object(args, model, train=train)
+        set_stop_and_pad_tokens(unwrap(model), tokenizer)
+    if args.checkpoint_sampling:
+        use_checkpoint_sampling(args, model)
+    if args.n_gpu > 1:
+        launcher = f"torchrun --no-python --standalone --nproc_per_node {args.n_gpu} firedistill ..."
+        logger.warning("one process uses one GPU; for all %d start with: %s", args.n_gpu, launcher)
+        args._n_gpu = 1
+    if not isinstance(model, PeftModel):
+        torch.manual_seed(args.seed)  # whatever was drawn while loading, the adapter depends on the seed alone
+        model = trainable_adapter(model, args)
+    student = sort_targets(model)
+    if args.lora_dtype == "base":
+        compute_in_base_dtype(student)
+    return student, tokenizer, decided
 
 
 def reads_feedback(args: SelfDistillConfig, objective: Objective) -> bool:

@@ -87,8 +87,8 @@ class VLLMEngine(RemoteEngine):
         self.weights = weights or ("merged" if on_cpu or in_float32 else "lora")
         if self.weights == "lora" and in_float32 and not on_cpu:
             raise AdapterError(
-                "vLLM's kernels for adapters need a base in half precision on a GPU, this one is in float32: use --vllm_weights merged, "
-                "or --model_dtype bfloat16"
+                "vLLM's kernels for adapters need a base in half precision on a GPU, this one is in float32: use "
+                "--vllm_weights merged, or --model_dtype bfloat16"
             )
         self.padding = padding_on_cpu(unwrap(model).config) if self.device.type == "cpu" else None
         self.starts = self.adapters = 0
@@ -178,7 +178,7 @@ class VLLMEngine(RemoteEngine):
             options["revision"] = revision
         if self.weights == "lora":
             adapter = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]])
-            rank = max([adapter.r, *adapter.rank_pattern.values()])
+            rank = max([adapter.r, *(adapter.rank_pattern or {}).values()])
             fitting = [allowed for allowed in RANKS if allowed >= rank]
             if not fitting:
                 raise AdapterError(f"the adapter has rank {rank}: vLLM supports ranks up to {RANKS[-1]}; use --rollouts hf")
