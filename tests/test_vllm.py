@@ -847,21 +847,28 @@ class TestRealEngine:
         assert not Path(engine.scratch).exists()
         assert len(engine.generate(PROMPTS, GREEDY, 0)) == 3 and engine.starts == 2, "the next call starts a new one"
 
-    def test_the_engine_ends_with_a_trainer_that_is_killed(self, folder, tmp_path):
+    def test_the_engine_ends_with_a_trainer_that_is_killed_and_not_with_the_trainers_parent(self, folder, tmp_path):
         script = tmp_path / "trainer.py"
         script.write_text(
-            "import os, signal, sys, test_vllm\n"
+            "import os, signal, sys, time, test_vllm\n"
             "if __name__ == '__main__':\n"
+            "    reading, writing = os.pipe()\n"
+            "    if os.fork():  # the parent, which ends once the engine has started\n"
+            "        os.read(reading, 1)\n"
+            "        os._exit(0)\n"
             "    engine = test_vllm.VLLMEngine(test_vllm.student(sys.argv[1]), test_vllm.byte_tokenizer(), context=200, sequences=8)\n"
             "    engine.generate(test_vllm.PROMPTS, test_vllm.GREEDY, 0)\n"
+            "    os.write(writing, b'x')\n"
+            "    time.sleep(3)\n"
             "    print(*[process.pid for process in engine.processes], flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path}
-        told = subprocess.run([sys.executable, str(script), folder], env=environment, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, str(script), folder]
+        told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=180)
         processes = [int(word) for word in told.stdout.split()]
-        assert told.returncode == -signal.SIGKILL and processes
+        assert told.returncode == 0 and processes, "the trainer has ended with its parent"
         until = time.monotonic() + 30
         while any(map(psutil.pid_exists, processes)):
             assert time.monotonic() < until, "the engine outlives its trainer"
