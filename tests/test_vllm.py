@@ -762,7 +762,8 @@ def engine(request, folder):
         assert f"@{request.param} " in os.environ["PYTEST_CURRENT_TEST"], (
             "xdist sees no groups: every worker starts both engines"
         )
-    model = student(folder)
+    parts = {"target_modules": ["q_proj", "v_proj", "gate_proj"]}  # of what vLLM joins to one tensor
+    model = student(folder, **(parts if request.param == "merged" else {}))
     engine = VLLMEngine(model, byte_tokenizer(), context=200, sequences=8, weights=request.param)
     yield engine
     engine.close()
