@@ -204,8 +204,7 @@ def test_an_upload_that_fails_is_told_and_ends_nothing(checkpoint, tmp_path, cap
         raise ConnectionError("offline")
 
     monkeypatch.setattr(resume.HfApi, "upload_folder", upload)
-    repository = SimpleNamespace(create_repo=lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: repository)
+    monkeypatch.setattr(resume.HfApi, "create_repo", lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
     t = trainer(checkpoint, tmp_path / "run", save_steps=2, push_to_hub=True, hub_token="hf_secret")
     t.train()
     assert finished_step(tmp_path / "run") == 4 and len(uploads) == 3, "two checkpoints and the adapter"
@@ -221,8 +220,7 @@ def test_an_upload_on_request_holds_the_adapter_alone(checkpoint, tmp_path, monk
         uploads.append((set(filter_repo_objects(names, allow_patterns=allow_patterns)), options))
 
     monkeypatch.setattr(resume.HfApi, "upload_folder", upload)
-    repository = SimpleNamespace(create_repo=lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: repository)
+    monkeypatch.setattr(resume.HfApi, "create_repo", lambda *arguments, **options: SimpleNamespace(repo_id="me/x"))
     t = trainer(checkpoint, tmp_path / "run")
     t.push_to_hub("mine", token="hf_secret")
     ((names, options),) = uploads
@@ -236,7 +234,7 @@ def test_a_repository_that_cannot_be_made_is_one_clear_error(checkpoint, tmp_pat
     def offline(*arguments, **options):
         raise RuntimeError("no network")
 
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda: SimpleNamespace(create_repo=offline))
+    monkeypatch.setattr(resume.HfApi, "create_repo", offline)
     with pytest.raises(ValueError, match="push_to_hub: the repository cannot be created .*no network"):
         trainer(checkpoint, tmp_path / "run", push_to_hub=True)
 

@@ -19,6 +19,8 @@ from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -33,7 +35,7 @@ from firedistill.models import loading, lora
 from firedistill.models.errors import ModelError, explanation
 from firedistill.models.loading import load_model_and_tokenizer, resolve_model
 from firedistill.models.lora import add_lora, load_adapter
-from tiny import SPECIAL, TEMPLATE
+from tiny import SPECIAL, TEMPLATE, byte_tokenizer
 
 TEXT = ["Tom has 3 apples and buys 14 more.\n\n1. First, 3 + 14 = 17\n#### 17", "the answer is 23,456.78, don't you think?"] * 4
 ROWS = 384  # rows of the embedding: more than the tokenizer has tokens, as in Qwen's checkpoints
@@ -106,6 +108,26 @@ def test_dtype_and_attention(tmp_path):
     model, _ = load_model_and_tokenizer(str(tmp_path), dtype="float32", attn_implementation="eager")
     assert model.dtype == torch.float32
     assert model.config._attn_implementation == "eager"
+
+
+def test_attention_scores_are_capped_where_the_model_caps_them(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 263, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma2Config(**sizes, num_key_value_heads=1, head_dim=16, attn_logit_softcapping=0.01, bos_token_id=None)
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model, _ = load_model_and_tokenizer(str(tmp_path), dtype="float32")
+    eager = Gemma2ForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        capped = model(ids).logits
+        torch.testing.assert_close(capped, eager(ids).logits)
+        eager.config.attn_logit_softcapping = None
+        for layer in eager.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        assert not torch.allclose(capped, eager(ids).logits)
+    with pytest.raises(ModelError, match="sdpa does not cap attention scores, as this model does; use eager"):
+        load_model_and_tokenizer(str(tmp_path), dtype="float32", attn_implementation="sdpa")
     with pytest.raises(ModelError, match="unknown dtype 'int3'"):
         load_model_and_tokenizer(str(tmp_path), dtype="int3")
 

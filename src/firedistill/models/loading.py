@@ -121,7 +121,7 @@ def load_model_and_tokenizer(
     Raises:
         ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, a revision of a model that is not on the
             hub, custom code, an unknown dtype or quantization, a tokenizer that has no chat template or loses text, weights that are
-            missing, of wrong shapes or not finite.
+            missing, of wrong shapes or not finite; attention by `sdpa` for a model that caps attention scores.
         OutOfMemory: the model does not fit into memory.
     """
     if dtype not in _DTYPES:
@@ -140,6 +140,11 @@ def load_model_and_tokenizer(
     folder = _local_folder(source, revision)
     with explain_errors(name, "its configuration"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+        # Before transformers 5.21, `sdpa` computes the attention of such models (Gemma 2) without it, and says nothing.
+        if attn_implementation == "sdpa":
+            raise ModelError(f"{name}: attn_implementation sdpa does not cap attention scores, as this model does; use eager")
+        options.setdefault("attn_implementation", "eager")
     with explain_errors(name, "its tokenizer"):
         if tokenizer is None:
             tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))

@@ -332,14 +332,23 @@ class ResumableTrainer(Trainer):
     # ---- The Hub -------------------------------------------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository; raises ValueError, before anything is trained, if that fails."""
+        """Create the repository; raises ValueError, before anything is trained, if that fails.
+
+        Trainer's own method has no `private` before transformers 5.23.
+        """
+        if not self.is_world_process_zero():
+            return
+        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        token = self.args.hub_token if token is None else token
+        private = self.args.hub_private_repo if private is None else private
         try:
-            super().init_hf_repo(token, private)
+            created = HfApi().create_repo(name, token=token, private=private, exist_ok=True)
         except Exception as error:
             raise ValueError(
                 f"push_to_hub: the repository cannot be created ({type(error).__name__}: {' '.join(str(error).split())[:300]}): check "
                 "the connection, HF_TOKEN and hub_model_id, or train without push_to_hub"
             ) from error
+        self.hub_model_id, self.push_in_progress = created.repo_id, None
 
     def push_to_hub(  # type: ignore[override]
         self,
