@@ -338,7 +338,7 @@ class ResumableTrainer(Trainer):
         """
         if not self.is_world_process_zero():
             return
-        name = self.args.hub_model_id or Path(self.args.output_dir).absolute().name
+        name = self.args.hub_model_id or Path(self.args.run_dir).absolute().name
         token = self.args.hub_token if token is None else token
         private = self.args.hub_private_repo if private is None else private
         try:
@@ -348,7 +348,8 @@ class ResumableTrainer(Trainer):
                 f"push_to_hub: the repository cannot be created ({type(error).__name__}: {' '.join(str(error).split())[:300]}): check "
                 "the connection, HF_TOKEN and hub_model_id, or train without push_to_hub"
             ) from error
-        self.hub_model_id, self.push_in_progress = created.repo_id, None
+        self.push_in_progress = None
+        self.hub_model_id = cast(Any, created.repo_id)  # Trainer declares None
 
     def push_to_hub(  # type: ignore[override]
         self,
