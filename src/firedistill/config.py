@@ -218,7 +218,7 @@ class SelfDistillConfig(TrainingArguments):
     )
     vllm_weights: str | None = rollout_setting(
         None,
-        "How vLLM gets the student's weights: as an adapter (lora) or merged; by default merged on CPUs, lora elsewhere.",
+        "How vLLM gets the student's weights: as an adapter (lora) or merged; by default merged on CPUs or in float32, else lora.",
         effect="rounding",
         choices=("lora", "merged"),
     )
