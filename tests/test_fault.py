@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from firedistill.run.log import read_jsonl
 
 pytestmark = [
     pytest.mark.slow,
@@ -33,8 +32,9 @@ def campaign(tmp_path_factory) -> tuple[dict[str, dict], str]:
     """In a process of its own: the library must be loaded when the server starts from which the commands fork."""
     script, results = Path(__file__).with_name("fault_test.py"), tmp_path_factory.mktemp("faults") / "results.jsonl"
     command = [sys.executable, str(script), "--places", "--results", str(results), "--kind", *LEAST]
+    results.touch()
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1200)
-    return {row["kind"]: row for row in (read_jsonl(results) if results.exists() else [])}, ended.stdout
+    return {row["kind"]: row for row in map(json.loads, results.read_text().splitlines())}, ended.stdout
 
 
 @pytest.mark.parametrize("kind", LEAST)

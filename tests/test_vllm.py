@@ -615,18 +615,6 @@ def test_nothing_is_left_of_the_adapters_of_an_engine_that_is_closed(model, serv
     assert not (tmp_path / "adapters").exists()
 
 
-def test_the_processes_of_a_run_share_an_adapter(model, servers, tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "broadcast_object_list", lambda own: ["first"])
-    engines = [engine_for(model, servers[:1], tmp_path) for _ in range(2)]
-    for engine in engines:
-        engine.generate(PROMPTS, GREEDY, seed=0)
-    (name,) = servers[0].adapters
-    assert name == f"firedistill-first-{version_of(model)}" and [p.name for p in (tmp_path / "adapters").iterdir()] == [name]
-    for engine in engines:
-        engine.close()
-    assert not servers[0].adapters and not (tmp_path / "adapters").exists()
-
-
 def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "RETRY_AFTER", 0.01)
     gone = Server()

@@ -23,7 +23,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
@@ -143,8 +142,7 @@ class VLLMServerEngine(RemoteEngine):
     ):
         super().__init__(model, tokenizer, context=context, sequences=sequences)
         self.servers, self.folder, self.patience = [url.rstrip("/") for url in servers], folder, patience
-        # Names of two runs never collide on a server. The processes of a run share them: a server computes one adapter at a time.
-        self.run = broadcast_object_list([uuid.uuid4().hex[:12]])[0]
+        self.run = uuid.uuid4().hex[:12]  # names of two runs never collide on a server
         self.versions: list[str] = []  # those whose folders exist, oldest first
         self.padding: HeadPadding | None = None  # of the servers' base model
         self.checked = False
@@ -177,7 +175,7 @@ class VLLMServerEngine(RemoteEngine):
             version = f"firedistill-{self.run}-{version_of(self.model)}"
             if version in self.versions:
                 return version
-            self._write(version)
+            write_adapter(self.model, self.folder / version, self.padding)
             # A server that does not get it now answers that it has no such model, and gets it then.
             self.versions.append(version)
         with self.metrics.timed("seconds_load", self.model.device):
@@ -186,18 +184,6 @@ class VLLMServerEngine(RemoteEngine):
         while len(self.versions) > VERSIONS:
             self._withdraw(self.versions.pop(0))
         return version
-
-    def _write(self, version: str) -> None:
-        """Write the adapter at once, since other processes write and register the same one."""
-        folder = self.folder / version
-        unfinished = folder.with_name(f".unfinished-{uuid.uuid4().hex}")
-        write_adapter(self.model, unfinished, self.padding)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            shutil.rmtree(unfinished)  # another process was faster
 
     def _register(self, server: str, version: str) -> None:
         body = {"lora_name": version, "lora_path": str((self.folder / version).absolute())}
