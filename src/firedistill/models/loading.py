@@ -141,7 +141,7 @@ def load_model_and_tokenizer(
     with explain_errors(name, "its configuration"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
-        # Before transformers 5.21, `sdpa` computes the attention of such models (Gemma 2) without it, and says nothing.
+        # Before transformers 5.21, `sdpa` computes the attention of such models (Gemma 2) without the cap, and does not say so.
         if attn_implementation == "sdpa":
             raise ModelError(f"{name}: attn_implementation sdpa does not cap attention scores, as this model does; use eager")
         options.setdefault("attn_implementation", "eager")
