@@ -265,6 +265,16 @@ def test_float16_is_refused(checkpoint, tmp_path):
         setup.load_setup(config, model=random_model(dtype=torch.float16), tokenizer=byte_tokenizer(), task=ToyTask())
 
 
+def test_a_model_on_several_devices_is_refused(tmp_path, checkpoint):
+    """As `from_pretrained` of transformers spreads it by `device_map="auto"`."""
+    config, model = run_config(checkpoint, tmp_path / "run"), random_model()
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 0}
+    with pytest.raises(ValueError, match=r"on several devices \(0, 1\): load it onto one.*fsdp_size"):
+        setup.load_setup(config, model=model, tokenizer=byte_tokenizer(), task=ToyTask())
+    model.hf_device_map = {"": 0}
+    setup.load_setup(config, model=model, tokenizer=byte_tokenizer(), task=ToyTask())
+
+
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [

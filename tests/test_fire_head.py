@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from firedistill.functional import entropy, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
 from firedistill.objectives.distributions import log_softmax
 from firedistill.ops import Head, fire_head, fire_head_loss, first_pass
+from firedistill.ops.head import float32_sums
 
 H = 8
 
@@ -840,6 +841,31 @@ def test_deterministic_runs_do_without_compiled_rows(on_cpu):
     finally:
         torch.use_deterministic_algorithms(False)
     assert fire_head.is_compiled(torch.device("cpu"), torch.float32)
+
+
+def test_emulated_bfloat16_is_not_compiled(on_cpu, monkeypatch):
+    """PyTorch's compiler leaves it out, after which the function would run as it is on many rows at a time."""
+    graphs = []
+    on_cpu(counting(graphs))
+    monkeypatch.setattr(fire_head, "has_bfloat16", lambda device: False)
+    rows_outcome(rows_problem(40, 301, 16, 3, torch.bfloat16), step_scale=10.0)
+    assert not graphs and not fire_head.is_compiled(torch.device("cpu"), torch.bfloat16)
+    rows_outcome(rows_problem(40, 301, 16, 3, torch.float32), step_scale=10.0)
+    assert graphs
+    with torch._dynamo.config.patch(disable=True):  # TORCH_COMPILE_DISABLE=1
+        assert not fire_head.is_compiled(torch.device("cpu"), torch.float32)
+
+
+def test_settings_of_products_are_restored():
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction_split_k
+    try:
+        flags.allow_bf16_reduced_precision_reduction = (False, False)
+        with float32_sums():
+            assert not flags.allow_bf16_reduced_precision_reduction
+        assert not flags.allow_bf16_reduced_precision_reduction_split_k
+    finally:
+        flags.allow_bf16_reduced_precision_reduction = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -713,8 +713,9 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path,
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     assert load.choose_engine(model, args) == "vllm"
     with monkeypatch.context() as patched:
-        on_a_gpu(patched, torch.bfloat16)
-        patched.setattr(load, "has_bfloat16", lambda device: False)
+        patched.setattr(LlamaForCausalLM, "dtype", torch.bfloat16)
+        patched.setattr(type(args), "device", torch.device("cuda"))  # where the model comes later
+        patched.setattr(load, "has_bfloat16", lambda device: device.type != "cuda")
         patched.setattr(load, "free_memory", lambda device: 1e12)
         assert load.choose_engine(model, args) == "hf" and "does not emulate bfloat16" in caplog.text
     with monkeypatch.context() as patched:

@@ -425,13 +425,18 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel, tr
         train: as in `record_adapter`.
 
     Raises:
-        ValueError: the object is in float16, its adapter cannot be trained or read back, or a setting asks for another model than the
-            object is.
+        ValueError: the object is in float16 or on several devices, its adapter cannot be trained or read back, or a setting asks for
+            another model than the object is.
     """
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise ValueError(
             "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
             "float32 (model_dtype; dtype=... of from_pretrained)"
+        )
+    if len(places := {str(place) for place in (getattr(unwrap(model), "hf_device_map", None) or {}).values()}) > 1:
+        raise ValueError(
+            f"the layers of the model are on several devices ({', '.join(sorted(places))}): load it onto one (device_map of "
+            "from_pretrained), or pass its name and set fsdp_size to spread it over processes"
         )
     if isinstance(model, PeftModel):
         record_adapter(args, model, train)

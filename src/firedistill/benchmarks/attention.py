@@ -16,6 +16,7 @@ from firedistill.benchmarks import harness
 from firedistill.models.attention import causal_attention
 
 TITLE = "Attention in bfloat16 on a CPU"
+CPU_ONLY = True
 CASE = ("heads", "groups", "size", "sequences", "queries", "keys")
 
 

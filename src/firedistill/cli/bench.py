@@ -55,6 +55,9 @@ def bench_command(arguments: Sequence[str], console: Console) -> int:
         if not options.names and (package := benchmarks.missing_package(benchmark)):
             console.print(f"{name} skipped: it compares with {package}, which is not installed")
             continue
+        if options.device != "cpu" and getattr(benchmark, "CPU_ONLY", False):
+            console.print(f"{name} skipped: it measures the CPU")
+            continue
         sizes = benchmark.SIZES["quick" if options.quick else "full"]
         folder, machine, rows = Path(options.output), hardware(), []
         with console.status(name) as status:

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from firedistill.models import blocks
 from firedistill.models.attention import NAME
-from firedistill.models.states import is_hooked, unwrap
+from firedistill.models.states import is_hooked, trunk, unwrap
 
 
 def compute_in_base_dtype(model: PeftModel) -> PeftModel:
@@ -43,9 +43,9 @@ def compute_in_base_dtype(model: PeftModel) -> PeftModel:
         if layers:
             found.append(Block(parent, layers))
     if found:
-        trunk = unwrap(model).base_model
-        trunk.register_forward_pre_hook(partial(_round_all, found))
-        trunk.register_forward_hook(partial(_forget_all, found), always_call=True)
+        without_head = trunk(unwrap(model))
+        without_head.register_forward_pre_hook(partial(_round_all, found))
+        without_head.register_forward_hook(partial(_forget_all, found), always_call=True)
     return model
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -263,12 +263,16 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def use_own_attention(model: nn.Module) -> str:
     """Let a model whose attention is PyTorch's (`sdpa`) compute it as `attention` from now on; others keep their own.
 
+    So do models that read the name of the attention in places of their own: those that do not look it up in the registry (Falcon),
+    and those with sparse attention (DeepSeek V3.2), which hide the keys that a query does not select under known names only.
+
     Returns:
         The attention that it had.
     """
-    config = unwrap(model).config.get_text_config(decoder=True)
+    causal_lm = unwrap(model)
+    config = causal_lm.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    if before == "sdpa":
+    if before == "sdpa" and causal_lm._can_set_attn_implementation() and not any(map(_is_sparse, kinds_of_layers(config))):
         config._attn_implementation = NAME
     return before
 
@@ -283,16 +287,30 @@ def own_attention(model: nn.Module) -> Iterator[None]:
         unwrap(model).config.get_text_config(decoder=True)._attn_implementation = before
 
 
-def attends_by_position(config: PreTrainedConfig) -> bool:
+def kinds_of_layers(config: PreTrainedConfig) -> list[type]:
+    """What `transformers` caches of each layer; for keys and values alone a `DynamicLayer`."""
+    return [type(layer) for layer in DynamicCache(config=config).layers]
+
+
+def _is_sparse(kind: type) -> bool:
+    """Whether keys and values are cached together with that by which attention selects them."""
+    usual = kind in (DynamicLayer, DynamicSlidingWindowLayer) or issubclass(kind, LinearAttentionLayer)
+    return issubclass(kind, DynamicLayer) and not usual
+
+
+def attends_by_position(model: nn.Module) -> bool:
     """Whether every layer attends to all earlier tokens, by PyTorch's attention or this module's, whatever the length of the sequence.
 
-    False for sliding windows, layers without keys and values, and rotary frequencies that depend on the length.
+    False for sliding windows, sparse attention, layers without keys and values, attention that is not looked up in the registry, and
+    rotary frequencies that depend on the length.
     """
-    text: Any = config.get_text_config(decoder=True)
+    causal_lm = unwrap(model)
+    text: Any = causal_lm.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {of.get("rope_type") for of in (rope, *rope.values()) if isinstance(of, dict)}
     return (
-        all(type(layer) is DynamicLayer for layer in DynamicCache(config=text).layers)
+        causal_lm._can_set_attn_implementation()
+        and set(kinds_of_layers(text)) == {DynamicLayer}
         and text._attn_implementation in ("sdpa", NAME)
         and not kinds & {"dynamic", "longrope"}
     )

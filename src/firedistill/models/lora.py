@@ -41,7 +41,8 @@ def add_lora(
 
     Raises:
         ModelError: a name in `target_modules` matches no linear layer. peft raises only if none of them does, and would
-            silently leave, say, the attention of a model with a fused `qkv_proj` untrained.
+            silently leave, say, the attention of a model with a fused `qkv_proj` untrained. Also if peft refuses these layers, or
+            adapts the experts of a mixture of experts in place of them.
     """
     layers = _linear_layers(model)
     known_endings = {ending for name in layers for ending in _endings(name)}
@@ -159,8 +160,19 @@ def _adapted(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     with shown_whole(model), warnings.catch_warnings():
         # peft 0.21 asks a model for what newer versions of transformers than 5.16 have renamed.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        adapted = get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None))
-    return sort_targets(cast(PeftModel, adapted))
+        targets = set(cast(Sequence[str], config.target_modules))
+        try:
+            adapted = cast(PeftModel, get_peft_model(model, config, revision=getattr(model, "firedistill_revision", None)))
+        except ValueError as error:
+            raise ModelError(f"peft cannot adapt {', '.join(sorted(targets))} of this model: {error}") from error
+        if renamed := targets.difference(cast(Sequence[str], config.target_modules)):
+            adapted.unload()
+            raise ModelError(
+                f"of this mixture of experts, peft adapts the experts in place of the linear layers {', '.join(sorted(renamed))}, "
+                f"and experts are not supported; adapt {', '.join(sorted(targets - renamed)) or 'other layers'} only "
+                "(lora_target_modules)"
+            )
+    return sort_targets(adapted)
 
 
 def _linear_layers(model: torch.nn.Module) -> dict[str, Any]:

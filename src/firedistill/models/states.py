@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +99,18 @@ def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
 def trunk_states(causal_lm: PreTrainedModel, **inputs: Any) -> Tensor:
     """`[B, T, H]` states after the final norm for the inputs of a forward pass."""
     if not is_sharded(causal_lm):
-        return causal_lm.base_model(**inputs).last_hidden_state
-    # Only the forward pass of the whole model gathers the weights of all layers. It projects a single token.
+        return trunk(causal_lm)(**inputs).last_hidden_state
+    # Only the forward pass of the whole model gathers the weights of all layers. It projects a single token, given by its position:
+    # if given as a number of tokens, the last layers of Gemma 4 leave out the others.
     states: list[Tensor] = []
-    with causal_lm.base_model.register_forward_hook(lambda module, args, output: states.append(output.last_hidden_state)):
-        causal_lm(**inputs, logits_to_keep=1)
+    with trunk(causal_lm).register_forward_hook(lambda module, args, output: states.append(output.last_hidden_state)):
+        causal_lm(**inputs, logits_to_keep=torch.tensor([0]))
     return states[0]
+
+
+def trunk(causal_lm: PreTrainedModel) -> nn.Module:
+    """The model without its head. The `base_model` of some classes (Llama 4) is the model itself."""
+    return causal_lm.base_model if causal_lm.base_model is not causal_lm else cast(nn.Module, causal_lm.model)
 
 
 def is_sharded(causal_lm: nn.Module) -> bool:

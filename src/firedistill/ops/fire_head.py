@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from firedistill.memory import is_out_of_memory
+from firedistill.models.attention import has_bfloat16
 from firedistill.ops.head import Head, float32_sums, with_gradients
 
 logger = logging.getLogger(__name__)
@@ -306,7 +307,7 @@ class FirstPass:
         the views are padded to such a number with the full view, whose residual and energy are 0.
         """
         fields = len(loo_hidden)
-        more = 2 ** max(0, fields - 1).bit_length() - fields if is_compiled(products.device, self.dtype) else 0
+        more = 2 ** max(0, fields - 1).bit_length() - fields if is_compiled(products.device, self.hidden.dtype) else 0
         group_size = max(1, self.chunk_size // max(1, fields + more))
         for start in range(0, len(over), group_size):
             group, states = over[start : start + group_size], loo_hidden[:, start : start + group_size]
@@ -354,14 +355,14 @@ class FirstPass:
 
     def blocks(self, rows: Tensor) -> list[Tensor | slice]:
         """Positions of a few rows at a time; of more where the functions on them are compiled."""
-        if is_compiled(rows.device, self.dtype):
+        if is_compiled(rows.device, self.hidden.dtype):
             size = self.compiled_size
             return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         return [*torch.arange(len(rows), device=rows.device).split(self.block_size)]
 
     def on_rows(self, function: Callable[..., Found], *inputs: Tensor) -> Found:
         """The function of `rule` and of these tensors, compiled or in blocks. A single row would be compiled on its own."""
-        if len(inputs[0]) > 1 and is_compiled(self.hidden.device, self.dtype):
+        if len(inputs[0]) > 1 and is_compiled(self.hidden.device, self.hidden.dtype):
             # A number would be compiled into the function. The device fills the tensor, so that the host does not wait for a copy.
             scale = torch.full((), cast(float, self.rule.step_scale), dtype=self.dtype, device=self.hidden.device)
             rule = self.rule._replace(step_scale=scale)
@@ -510,14 +511,17 @@ def attributed_rows(rule: Rule, products: Tensor, full: Tensor, views: Tensor, c
 
 
 def is_compiled(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether functions on rows are compiled.
+    """Whether functions on rows are compiled for hidden states of this type.
 
     Compiled reductions may depend on the number of rows that comes first, which is not the same in a resumed run, so that
-    deterministic runs do without. Nothing is compiled under a dispatch mode such as `FlopCounterMode`.
+    deterministic runs do without. Nothing is compiled under a dispatch mode such as `FlopCounterMode`, with `TORCH_COMPILE_DISABLE`,
+    in float64, and in bfloat16 on GPUs that emulate it: PyTorch would run the function as it is there, on as many rows as a compiled
+    one takes.
     """
-    if torch.are_deterministic_algorithms_enabled() or torch._C._len_torch_dispatch_stack():
+    if torch.are_deterministic_algorithms_enabled() or torch._C._len_torch_dispatch_stack() or torch._dynamo.config.disable:
         return False
-    return device.type in COMPILED_DEVICES and dtype == torch.float32
+    emulated = dtype == torch.bfloat16 and not has_bfloat16(device)
+    return device.type in COMPILED_DEVICES and dtype != torch.float64 and not emulated
 
 
 @cache

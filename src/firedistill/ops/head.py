@@ -34,7 +34,8 @@ class Head(nn.Module):
     Args:
         projection: the output embedding (a linear layer, possibly quantized or wrapped by an adapter).
         softcap: logits become `softcap * tanh(logits / softcap)` (Gemma 2).
-        scale: logits are multiplied by it (Cohere's `logit_scale`; the inverse of Granite's `logits_scaling`).
+        scale: logits are multiplied by it (Cohere's `logit_scale`, Falcon H1's `lm_head_multiplier`; the inverse of Granite's
+            `logits_scaling`).
         temperature: logits are divided by it (`score_temperature`).
         override: parameters that replace the projection's own (the EMA teacher of a trained head).
         rows: V, where the last rows of the projection stand for no token: models of a family fill up their vocabularies differently.
@@ -65,7 +66,7 @@ class Head(nn.Module):
     ) -> Head:
         """The head of a `transformers` causal language model; `temperature`, `override` and `rows` as in the constructor."""
         config = causal_lm.config.get_text_config()
-        scale = getattr(config, "logit_scale", None) or 1.0
+        scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
         if getattr(config, "logits_scaling", None):
             scale = 1.0 / config.logits_scaling
         softcap = getattr(config, "final_logit_softcapping", None)
@@ -142,9 +143,9 @@ def check_head(model: nn.Module, head: Head) -> None:
 @contextmanager
 def float32_sums() -> Iterator[None]:
     """Let products in bfloat16 add their partial sums in float32 on a GPU; the gradient of the head sums over the vocabulary."""
-    flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction
-    flags.allow_bf16_reduced_precision_reduction = False
+    flags: Any = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction_split_k
+    flags.allow_bf16_reduced_precision_reduction = (False, before[1])
     try:
         yield
     finally:

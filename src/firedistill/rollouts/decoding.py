@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
-from firedistill.models.attention import own_attention
+from firedistill.models.attention import kinds_of_layers, own_attention
 from firedistill.rollout import Sampling
 from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalize_repetition
 
@@ -46,12 +46,10 @@ def can_decode(model: PreTrainedModel) -> bool:
         and all(getattr(type(model), name, None) is getattr(GenerationMixin, name, None) for name in own_ways)
         and inspect.signature(model.forward).parameters.keys() >= FORWARD_ARGUMENTS
         and model.device.type in ("cpu", "cuda")
-        and _is_plain(DynamicCache(config=model.config.get_text_config(decoder=True)))
+        and set()
+        < set(kinds_of_layers(model.config.get_text_config(decoder=True)))
+        <= {DynamicLayer, DynamicSlidingWindowLayer}
     )
-
-
-def _is_plain(cache: DynamicCache) -> bool:
-    return bool(cache.layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
 
 
 def decode(batch: Batch, limits: Sequence[int], stop_ids: Sequence[int]) -> list[list[int]]:

@@ -37,10 +37,9 @@ GRAPHS = 64  # kept at most
 def can_fix(model: PreTrainedModel) -> bool:
     """Whether `Decoder` can run a model for which `can_decode` holds.
 
-    False for sliding windows, for attention other than PyTorch's, for rotary frequencies that depend on the length, and for weights
-    that are spread over processes.
+    False for what `attends_by_position` excludes, and for weights that are spread over processes.
     """
-    return attends_by_position(model.config) and not is_sharded(model)
+    return attends_by_position(model) and not is_sharded(model)
 
 
 def power_of_two(rows: int) -> int:

@@ -64,10 +64,10 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
     base = unwrap(model)
     try:
         check_adapter(model)
-        if model.device.type == "cpu":
+        if args.device.type == "cpu":
             padding_on_cpu(base.config.get_text_config())
         reason = None if importlib.util.find_spec("vllm") else "vLLM is not installed"
-        if base.dtype == torch.bfloat16 and not has_bfloat16(model.device) and model.device.type == "cuda":
+        if base.dtype == torch.bfloat16 and not has_bfloat16(args.device) and args.device.type == "cuda":
             reason = "vLLM does not emulate bfloat16, which this GPU does not multiply"
     except (AdapterError, PaddingError) as error:
         reason = str(error)

@@ -128,7 +128,6 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 def shares_prefixes(wanted: bool | None, model: nn.Module, device: torch.device) -> bool:
     """Whether a teacher reads shared prefixes once: as set, by default on CPUs; and only where `read` gives what plain passes give.
 
-    It does not for layers with sliding windows or without keys and values, for attention other than PyTorch's, and for rotary
-    frequencies that depend on the length.
+    See `attends_by_position` for what this excludes.
     """
-    return (device.type == "cpu" if wanted is None else wanted) and attends_by_position(unwrap(model).config)
+    return (device.type == "cpu" if wanted is None else wanted) and attends_by_position(model)

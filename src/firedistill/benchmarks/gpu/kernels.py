@@ -209,7 +209,7 @@ def without_compiling(function: Callable[[], Any]) -> Any:
 
 def head_compiled(setting: Setting) -> dict[str, bool]:
     """Whether the head is still compiled: it is not after a failure of the compiler."""
-    return {"head_compiled": is_compiled(torch.device(setting.device), torch.float32)}
+    return {"head_compiled": is_compiled(torch.device(setting.device), torch.bfloat16)}
 
 
 # ---- The rows of the head: distributions, loss and logit gradient --------------------------------------------------------------

@@ -242,7 +242,7 @@ def steps_of(
         rows = trainer.rows[sizes.warm_up_steps :]
         compiling = {
             "first_step_seconds": trainer.rows[0]["train_seconds"],  # with the compiler's
-            "head_compiled": is_compiled(torch.device(setting.device), torch.float32),
+            "head_compiled": is_compiled(torch.device(setting.device), torch.bfloat16),
         }
         checkpointing = bool(getattr(trainer.args, "gradient_checkpointing", False))
         sampled = ways_of_sampling(trainer)
