@@ -35,6 +35,7 @@ from firedistill.tasks import DataError, TableTask
 from firedistill.tasks.code import CodeTask
 from firedistill.tasks.coroutines import Loop
 from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.tasks.reading import holds_json, open_rows, rows_of
 from firedistill.tasks.table import SAMPLE
 from firedistill.teacher import Teacher
 from tiny import ToyTask, byte_tokenizer, random_model, run_trainer, save_checkpoint
@@ -137,6 +138,26 @@ def test_a_data_set_gives_the_rows_that_a_list_gives():
     assert contents(load_task(divided).examples("eval")) == contents(both(load_task(ROWS[:2])))
     with pytest.raises(DataError, match="not a streaming one"):
         load_task(data.to_iterable_dataset()).examples("train")
+
+
+def test_dictionaries_that_differ_between_rows_stay_dictionaries(tmp_path):
+    """`datasets` stores them as text in JSON, within columns as well, and so does a Parquet file that it writes."""
+    rows = [
+        {"turns": [{"role": "user", "content": "2+2?"}], "meta": {"level": 1}, "tags": None, "plain": {"a": 1}},
+        {
+            "turns": [{"role": "user", "content": "3?", "name": "x"}],
+            "meta": {"topic": "add", "level": "2"},
+            "tags": [1, "b"],
+            "plain": {"a": 2},
+        },
+    ]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    data = datasets.load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    if not any(map(holds_json, (field.type for field in data.features.arrow_schema))):
+        pytest.skip("this version of datasets has no columns of JSON")
+    for found in (rows_of(data, "data"), open_rows(tmp_path / "rows.parquet"), open_rows(Path(file))):
+        assert [dict(row) for row in found] == rows
 
 
 def test_a_folder_has_splits(tmp_path, caplog):

@@ -214,12 +214,40 @@ class Columnar(Sequence[Mapping[str, Any]]):
         import pyarrow
 
         try:
-            return self.read(start, end).to_pylist()
+            table = self.read(start, end)
+            rows = table.to_pylist()
+            for field in table.schema:
+                if holds_json(field.type):
+                    for row in rows:
+                        row[field.name] = decoded(row[field.name], field.type)
+            return rows
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # texts and dates that Python cannot hold
             if end - start > 1:
                 self.last = start - 2  # one at a time, so that the error is that of a row
                 return self._convert(start, start + 1)
             raise BadRow("values that cannot be read", "write the file again", str(error).split("\n")[0]) from error
+
+
+def holds_json(kind: Any) -> bool:
+    """Whether an Arrow type is or contains `arrow.json`, in which `datasets` stores values whose types differ between rows, as text."""
+    import pyarrow
+
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return True
+    if pyarrow.types.is_struct(kind):
+        return any(holds_json(field.type) for field in kind)
+    return hasattr(kind, "value_type") and holds_json(kind.value_type)
+
+
+def decoded(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type with what texts in `arrow.json` stand for in their place."""
+    if value is None or not holds_json(kind):
+        return value
+    if isinstance(value, dict):
+        return {name: decoded(of_name, kind.field(name).type) for name, of_name in value.items()}
+    if isinstance(value, list):
+        return [decoded(item, kind.value_type) for item in value]
+    return json.loads(value)
 
 
 def parquet_rows(path: Path) -> Rows:
