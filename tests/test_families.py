@@ -7,8 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from firedistill.models import loading
 from firedistill.models.attention import NAME, use_own_attention
 from firedistill.models.errors import ModelError
+from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import inference_mode, last_hidden_states, score_responses, unwrap
 from firedistill.ops.head import Head, check_head
@@ -206,6 +208,15 @@ def test_attention_is_exchanged_where_that_is_right():
         model = tiny(name)
         use_own_attention(model)
         assert model.config._attn_implementation == expected, name
+
+
+def test_experts_in_four_bits_are_refused(tmp_path, monkeypatch):
+    """They are no linear layers, and would stay in bfloat16."""
+    monkeypatch.setattr(loading, "_quantization_config", lambda *_: None)  # bitsandbytes may not be there
+    byte_tokenizer().save_pretrained(tmp_path)
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"nf4 covers linear layers, and \d\d% of the weights of this model are in others"):
+        load_model_and_tokenizer(str(tmp_path), quantization="nf4")
 
 
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")

@@ -26,7 +26,14 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from firedistill.models.errors import ModelError, explain_errors
 from firedistill.models.folders import check_folder, check_weights, weight_files
@@ -121,7 +128,8 @@ def load_model_and_tokenizer(
     Raises:
         ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, a revision of a model that is not on the
             hub, custom code, an unknown dtype or quantization, a tokenizer that has no chat template or loses text, weights that are
-            missing, of wrong shapes or not finite; attention by `sdpa` for a model that caps attention scores.
+            missing, of wrong shapes or not finite; attention by `sdpa` for a model that caps attention scores; quantization of a
+            mixture of experts, whose experts are no linear layers.
         OutOfMemory: the model does not fit into memory.
     """
     if dtype not in _DTYPES:
@@ -145,6 +153,8 @@ def load_model_and_tokenizer(
         if attn_implementation == "sdpa":
             raise ModelError(f"{name}: attn_implementation sdpa does not cap attention scores, as this model does; use eager")
         options.setdefault("attn_implementation", "eager")
+    if quantization is not None:
+        _check_quantizable(config, name)
     with explain_errors(name, "its tokenizer"):
         if tokenizer is None:
             tokenizer = cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
@@ -169,10 +179,26 @@ def weight_bytes(name: str, dtype: str, revision: str | None = None) -> int:
     """Bytes of the weights of a model in this type, by its configuration; raises ModelError as `load_model_and_tokenizer` does."""
     folder = _local_folder(resolve_model(name), revision)
     with explain_errors(name, "its configuration"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = _without_weights(AutoConfig.from_pretrained(folder, trust_remote_code=False))
     return sum(p.numel() for p in model.parameters()) * getattr(torch, dtype).itemsize
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+
+
+def _check_quantizable(config: PreTrainedConfig, name: str) -> None:
+    """Raise ModelError if bitsandbytes, which quantizes linear layers, would leave a quarter of the weights or more as they are."""
+    model = _without_weights(config)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)]
+    total = sum(p.numel() for p in model.parameters())
+    others = total - sum({p: p.numel() for layer in layers for p in layer.parameters()}.values())
+    if others > total / 4:
+        raise ModelError(
+            f"{name}: quantization nf4 covers linear layers, and {others / total:.0%} of the weights of this model are in others (the "
+            "experts of a mixture of experts): leave quantization out, or choose a dense model"
+        )
 
 
 def _local_folder(source: str, revision: str | None) -> str:
