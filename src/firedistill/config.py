@@ -268,7 +268,9 @@ class SelfDistillConfig(TrainingArguments):
         "The factors themselves are float32.",
         choices=("base", "float32"),
     )
-    lora_target_modules: list[str] = model_setting(LORA_TARGET_MODULES, "Modules that get a LoRA adapter.")
+    lora_target_modules: list[str] = model_setting(
+        LORA_TARGET_MODULES, "Linear layers that get a LoRA adapter; docs/models.md has those of some families."
+    )
     gradient_checkpointing: bool | None = model_setting(
         None,
         "Recompute activations in the backward pass: less memory, more time. By default on CPUs, with fsdp_size, and on GPUs that have "
