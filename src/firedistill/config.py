@@ -360,7 +360,10 @@ class SelfDistillConfig(TrainingArguments):
     )
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
-        "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
+        "none",
+        "Trackers (trackio, wandb, tensorboard, ...) of the training. They show a run under its run_name, by default the name of its "
+        "folder with a random suffix, which a resumed run keeps.",
+        effect="none",
     )
     stop_within: float | None = run_setting(
         30.0,
@@ -380,7 +383,9 @@ class SelfDistillConfig(TrainingArguments):
     logging_steps: float = inherited_setting(1, "Steps between reports to trackers.")
     dataloader_pin_memory: bool = inherited_setting(False, "Do not change; batches hold no tensors.", choices=(False,))
     remove_unused_columns: bool = inherited_setting(False, "Do not change; examples have no columns.", choices=(False,))
-    project: str = inherited_setting("firedistill", "Project name in trackers.", effect="none")
+    project: str = inherited_setting(
+        "firedistill", "Project in trackio, and in wandb unless WANDB_PROJECT is set.", effect="none"
+    )
     fp16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     bf16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     full_determinism: bool = inherited_setting(False, "Use deterministic.", choices=(False,))
