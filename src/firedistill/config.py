@@ -361,8 +361,8 @@ class SelfDistillConfig(TrainingArguments):
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
         "none",
-        "Trackers (trackio, wandb, tensorboard, ...) of the training. They show a run under its run_name, by default the name of its "
-        "folder with a random suffix, which a resumed run keeps.",
+        "Trackers (trackio, wandb, tensorboard, ...) of the training. They show a run under the name of its folder with a random "
+        "suffix, which a resumed run keeps; --run_name sets another name.",
         effect="none",
     )
     stop_within: float | None = run_setting(
