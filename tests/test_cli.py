@@ -46,7 +46,7 @@ optim optim_args optim_target_modules tf32 activation_checkpointing activation_c
 gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode torch_empty_cache_steps
 logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
 disable_tqdm run_name trackio_space_id trackio_bucket_id trackio_static_space_id eval_delay save_strategy
-save_on_each_node hub_token hub_private_repo hub_model_id hub_always_push hub_revision full_determinism
+hub_token hub_private_repo hub_model_id hub_revision full_determinism
 use_cpu accelerator_config parallelism_config dataloader_num_workers dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
 ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
@@ -296,6 +296,27 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             {"accelerator_config": {"nonsense": 1}},
             "accelerator_config has 'nonsense': expected split_batches, dispatch_batches",
         ),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config has split_batches: True, which is not supported: use per_device_train_batch_size",
+        ),
+        ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config has dispatch_batches: True"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            "accelerator_config has gradient_accumulation_kwargs: {'num_steps': 4}, which is not supported: use gradient_acc",
+        ),
+        ({"optim": "schedule_free_adamw"}, "optim schedule_free_adamw is not supported: it evaluates and saves other weights"),
+        ({"optim": "lomo"}, "optim lomo is not supported: it updates weights within the backward pass"),
+        ({"optim": "galore_adamw_layerwise"}, "optim galore_adamw_layerwise is not supported: it updates weights within"),
+        (
+            {"optim": "adamw_torch", "optim_target_modules": ["q_proj"]},
+            "optim_target_modules is ['q_proj'], which has no effect on optim adamw_torch: leave it out",
+        ),
+        (
+            {"deepspeed": {"bf16": {}}, "policy_step_radius": 0.1},
+            "policy_step_radius (0.1) has no effect with DeepSpeed, which updates the weights within the backward pass",
+        ),
+        ({"trackio_static_space_id": "me/run"}, "trackio_static_space_id is 'me/run', which is made of a space"),
         ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),
     ],
 )
@@ -303,6 +324,20 @@ def test_a_value_out_of_range_names_option_and_range(settings, complaint):
     with pytest.raises(ValueError) as caught:
         SelfDistillConfig(use_cpu=True, **settings)
     assert str(caught.value).startswith(complaint)
+
+
+def test_deepspeed_of_the_launcher_excludes_policy_step_radius(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match=r"policy_step_radius \(0.1\) has no effect with DeepSpeed"):
+        SelfDistillConfig(use_cpu=True, policy_step_radius=0.1)
+
+
+def test_values_that_fit_others_are_accepted():
+    SelfDistillConfig(use_cpu=True, optim="apollo_adamw", optim_target_modules="all-linear")
+    SelfDistillConfig(use_cpu=True, trackio_space_id="me/space", trackio_static_space_id="me/run")
+    once = SelfDistillConfig(use_cpu=True, accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}})
+    once.accelerator_config.gradient_accumulation_kwargs["num_steps"] = 1  # as Trainer does
+    replace(once)
 
 
 def test_values_from_python_get_the_type_of_the_option_too(tmp_path):

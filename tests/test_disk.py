@@ -7,8 +7,10 @@ import os
 import re
 import resource
 import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 from firedistill import SelfDistillTrainer
 from firedistill.files import naming, written_at_once, written_whole
@@ -23,6 +26,8 @@ from firedistill.run import resume
 from firedistill.run.checkpoints import newest_checkpoint
 from firedistill.run.directory import finished_step
 from firedistill.run.log import RunLog, read_jsonl
+from firedistill.run.signals import StopOverdue
+from firedistill.run.trackers import guard_trackers, name_in_trackers
 from tiny import ToyTask, rows_of, run_config, run_trainer
 
 
@@ -261,3 +266,102 @@ def test_a_run_continues_without_its_tracker(checkpoint, tmp_path, caplog):
     rows = rows_of(SelfDistillTrainer(args=config, task=ToyTask(), callbacks=[tracker]))
     assert [row.get("failed_tracker_calls", 0) for row in rows] == [0, 0, 1, 2] and tracker.calls >= 4
     assert caplog.text.count("the tracker Tracker failed in on_log (ConnectionError: the tracker is gone)") == 1
+
+
+class Tracking:
+    """Stands for the packages wandb and trackio.
+
+    Attributes:
+        run: the run that is logged to.
+        runs: all runs.
+    """
+
+    def __init__(self):
+        self.run, self.runs, self.config = None, [], MagicMock()
+        self.context_vars = SimpleNamespace(
+            current_run=SimpleNamespace(get=lambda: self.run), current_space_id=SimpleNamespace(get=lambda: None)
+        )
+
+    def init(self, project, name, **options):
+        known = [run for run in self.runs if run.name == name and options.get("resume") == "allow"]
+        self.run = (
+            known[0]
+            if known
+            else SimpleNamespace(name=name, project=project, steps=[], ended=[], summary={}, _label=MagicMock())
+        )
+        self.runs += [self.run] * (not known)
+
+    def log(self, row):
+        self.run.steps.append(row["train/global_step"])
+
+    def finish(self, exit_code=None):
+        self.run.ended.append(exit_code)
+        self.run = None
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def tracking(request, monkeypatch):
+    """The stub of a package, and the function that makes its callback in transformers."""
+    stub = Tracking()
+    monkeypatch.setitem(sys.modules, request.param, stub)
+    for name in ("wandb.sdk", "wandb.sdk.lib", "wandb.sdk.lib.config_util"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(ConfigError=ValueError))
+    monkeypatch.setattr(integration_utils, f"is_{request.param}_available", lambda: True)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return stub, integration_utils.INTEGRATION_TO_CALLBACK[request.param]
+
+
+def test_every_run_is_one_of_its_own_in_trackers(checkpoint, tmp_path, tracking):
+    def run(folder, *callbacks):
+        config = run_config(checkpoint, tmp_path / folder, max_steps=2, eval_size=0, save_steps=1, project="mine")
+        t = SelfDistillTrainer(args=config, task=ToyTask(), callbacks=[callback(), *callbacks])
+        t.train()
+        t.evaluate(ToyTask().examples("eval", 1))  # not of the training
+        assert package.run is None and not t.failures()["failed_tracker_calls"]
+        return t.args.run_name
+
+    def stop():
+        raise StopOverdue
+
+    package, callback = tracking
+    first, other, stopped = run("a/seed0"), run("b/seed0"), run("c", Between({2: stop}))
+    assert first != other and all(name.startswith("seed0-") for name in (first, other)) and stopped.startswith("c-")
+    assert run("c") == stopped, "resumed"
+    assert {(r.name, r.project) for r in package.runs} == {(name, "mine") for name in (first, other, stopped)}
+    assert all(len(r.ended) in (1, 2) and set(r.ended) <= {0, None} for r in package.runs)
+    for name in (first, other):
+        (found,) = (r.steps for r in package.runs if r.name == name)
+        assert sorted(set(found)) == [1, 2] and found == sorted(found)
+    assert "WANDB_PROJECT" not in os.environ
+
+
+def test_a_run_of_the_caller_is_left_open(tracking, monkeypatch):
+    package, callback = tracking
+    package.init("theirs", "theirs")
+    (tracker,) = guard_trackers([callback()])
+    monkeypatch.setattr(tracker.tracker, "setup", lambda *arguments, **options: None)
+    tracker.on_train_begin(SimpleNamespace(project="mine"), SimpleNamespace(is_hyper_param_search=False), None)
+    tracker.end(failed=False)
+    assert package.run.name == "theirs" and not package.run.ended
+
+
+def test_a_training_that_fails_is_a_failed_run_in_wandb(checkpoint, tmp_path, tracking):
+    def fail():
+        raise OSError("gone")
+
+    package, callback = tracking
+    config = run_config(checkpoint, tmp_path / "run", eval_size=0)
+    t = SelfDistillTrainer(args=config, task=ToyTask(), callbacks=[callback(), Between({1: fail})])
+    with pytest.raises(OSError, match="gone"):
+        t.train()
+    assert package.run is None and package.runs[0].ended == [1 if callback.__name__ == "WandbCallback" else None]
+
+
+def test_the_name_of_a_run_in_trackers(tmp_path):
+    run = tmp_path / "seed0"
+    run.mkdir()
+    assert name_in_trackers(run, "seed0", 3) == "seed0", "of an earlier version, which stored none"
+    name = name_in_trackers(run, "seed0", 0)
+    assert re.fullmatch("seed0-[0-9a-f]{6}", name) and name_in_trackers(run, "seed0", 3) == name
+    assert name_in_trackers(run, "seed0", 0) != name, "--overwrite"
+    assert name_in_trackers(run, "mine", 3) == name_in_trackers(run, "mine", 0) == name_in_trackers(run, "seed0", 3) == "mine"

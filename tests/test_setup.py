@@ -109,6 +109,29 @@ def test_settings_that_agree_with_the_object_are_recorded(config):
         assert load_setup(settings, model=model, tokenizer=byte_tokenizer()).args.model_dtype == "bfloat16"
 
 
+def test_quantized_weights_of_an_object_stay_trainable(config):
+    """As those of a model that is loaded by its name; see `keep_trainable`."""
+    model = random_model()
+    model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu = True  # as layers of bitsandbytes have
+    load_setup(config(), model=model, tokenizer=byte_tokenizer())
+    assert not model.model.layers[0].mlp.up_proj.base_layer.support_avx512bf16_for_cpu
+
+
+@pytest.mark.parametrize("name", ["quantization", "teacher_quantization"])
+def test_quantized_weights_are_read_to_the_device_of_the_run(name, config, model, monkeypatch):
+    """Without a device, the quantizer of transformers takes a GPU also where the run uses the CPU."""
+    devices = []
+
+    def load(where, *arguments, quantization=None, device=None, **options):
+        devices.append((quantization, device))
+        return random_model(), byte_tokenizer()
+
+    monkeypatch.setattr("firedistill.setup.load_model_and_tokenizer", load)
+    monkeypatch.setattr("firedistill.teacher.own_model.load_model_and_tokenizer", load)
+    load_setup(config(teacher=model, **{name: "nf4"}))
+    assert sorted(devices, key=str) == [("nf4", torch.device("cpu")), (None, None)]
+
+
 def test_several_gpus_are_reported(config, caplog):
     settings = config()
     settings._n_gpu = 4

@@ -362,7 +362,10 @@ class SelfDistillConfig(TrainingArguments):
     )
     save_total_limit: int | None = run_setting(2, "Checkpoints to keep; 'none', 0 or less keeps all.", effect="none")
     report_to: None | str | list[str] = run_setting(
-        "none", "Trackers (trackio, wandb, tensorboard, ...). They show a run under the name of its folder.", effect="none"
+        "none",
+        "Trackers (trackio, wandb, tensorboard, ...) of the training. They show a run under the name of its folder with a random "
+        "suffix, which a resumed run keeps; --run_name sets another name.",
+        effect="none",
     )
     stop_within: float | None = run_setting(
         30.0,
@@ -382,7 +385,9 @@ class SelfDistillConfig(TrainingArguments):
     logging_steps: float = inherited_setting(1, "Steps between reports to trackers.")
     dataloader_pin_memory: bool = inherited_setting(False, "Do not change; batches hold no tensors.", choices=(False,))
     remove_unused_columns: bool = inherited_setting(False, "Do not change; examples have no columns.", choices=(False,))
-    project: str = inherited_setting("firedistill", "Project name in trackers.", effect="none")
+    project: str = inherited_setting(
+        "firedistill", "Project in trackio, and in wandb unless WANDB_PROJECT is set.", effect="none"
+    )
     fp16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     bf16: bool = inherited_setting(False, "Mixed precision is not supported; use model_dtype.", choices=(False,))
     full_determinism: bool = inherited_setting(False, "Use deterministic.", choices=(False,))
@@ -458,6 +463,7 @@ class SelfDistillConfig(TrainingArguments):
         super().__post_init__()
         self.gradient_checkpointing = self.activation_checkpointing = checkpointing
         self._check_optimizer_arguments()
+        self._check_accelerator_config()
         if self.world_size != processes:
             raise ValueError(
                 f"the launcher started {processes} processes, but training uses {self.world_size}: check WORLD_SIZE, ddp_backend and "
@@ -551,12 +557,33 @@ class SelfDistillConfig(TrainingArguments):
         self.groups_of_fields  # noqa: B018 raises ValueError
         if self.optim not in (optimizers := [kind.value for kind in OptimizerNames]):
             raise ValueError(f"optim is {self.optim!r}: expected one of {', '.join(optimizers)}")
+        optim = OptimizerNames(self.optim).value
+        for pattern, reason in UNSUPPORTED_OPTIMIZERS.items():
+            if re.fullmatch(pattern, optim):
+                raise ValueError(f"optim {optim} is not supported: {reason}; use another, such as adamw_torch")
+        if self.optim_target_modules and not optim.startswith(("galore_", "apollo_")):
+            raise ValueError(
+                f"optim_target_modules is {self.optim_target_modules!r}, which has no effect on optim {optim}: leave it out, or use "
+                "galore_adamw or apollo_adamw (lora_target_modules are the modules that get an adapter)"
+            )
         if isinstance(self.accelerator_config, dict):
             known = [entry.name for entry in fields(AcceleratorConfig)]
             if unknown := [repr(name) for name in self.accelerator_config if name not in known]:
                 raise ValueError(f"accelerator_config has {', '.join(unknown)}: expected {', '.join(known)}")
         if isinstance(self.deepspeed, str) and not Path(self.deepspeed).is_file():
             raise ValueError(f"deepspeed is {self.deepspeed!r}, and there is no such file: expected its configuration (JSON)")
+        if self.policy_step_radius is not None and (
+            self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        ):
+            raise ValueError(
+                f"policy_step_radius ({self.policy_step_radius:g}) has no effect with DeepSpeed, which updates the weights within the "
+                "backward pass, before the policy is measured: leave one of them out"
+            )
+        if self.trackio_static_space_id and not (self.trackio_space_id or os.environ.get("TRACKIO_SPACE_ID")):
+            raise ValueError(
+                f"trackio_static_space_id is {self.trackio_static_space_id!r}, which is made of a space when training ends: name the "
+                "space by trackio_space_id, or leave it out"
+            )
         if self.fsdp:
             raise ValueError(
                 f"fsdp is {self.fsdp!r}, which would shard the adapter with the base model: use fsdp_size, which spreads the base "
@@ -612,6 +639,18 @@ class SelfDistillConfig(TrainingArguments):
                     f"optim_args has {entry!r}, which has no effect on optim {OptimizerNames(self.optim).value}: leave it out "
                     "(weight_decay, adam_beta1, adam_beta2 and adam_epsilon are options)"
                 )
+
+    def _check_accelerator_config(self) -> None:
+        """Refuse entries that change which prompts a step has, or how its loss is scaled."""
+        given = cast(AcceleratorConfig, self.accelerator_config)
+        steps = (given.gradient_accumulation_kwargs or {}).get("num_steps", 1)
+        for name, value, instead in (
+            ("split_batches", given.split_batches, "per_device_train_batch_size, the prompts per micro-batch and process"),
+            ("dispatch_batches", given.dispatch_batches, "dataloader_num_workers, the processes that prepare prompts"),
+            ("gradient_accumulation_kwargs", steps != 1 and {"num_steps": steps}, "gradient_accumulation_steps"),
+        ):
+            if value:
+                raise ValueError(f"accelerator_config has {name}: {value!r}, which is not supported: use {instead}")
 
     @property
     def teacher_kind(self) -> TeacherKind:
@@ -748,6 +787,14 @@ UNUSED = {
     "do_train": "use firedistill train, or train() of the trainer",
     "do_predict": "use firedistill eval",
     "ignore_data_skip": "a resumed run continues with the next prompts",
+    "save_on_each_node": "the nodes share the run directory",
+    "hub_always_push": "a run waits for every upload",
+}
+
+# Optimizers that would not make the step of docs/how-a-step-works.md, by patterns of their names.
+UNSUPPORTED_OPTIMIZERS = {
+    "schedule_free_.*": "it evaluates and saves other weights than those that it trains, and the trainer does not switch between them",
+    "lomo|adalomo|.*_layerwise": "it updates weights within the backward pass, before gradients are clipped and updates are skipped",
 }
 
 # Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not
@@ -762,7 +809,7 @@ DERIVED = frozenset({
 WITHOUT_EFFECT = DERIVED | {
     "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend",
     "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "do_predict", "do_train",
-    "hub_always_push", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "log_level", "log_level_replica",
+    "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "log_level", "log_level_replica",
     "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "skip_memory_metrics", "trackio_bucket_id",
     "trackio_space_id", "trackio_static_space_id", "use_cpu",
 }

@@ -24,6 +24,7 @@ from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, check_adapter, load_adapter, sort_targets
 from firedistill.models.norms import fuse_norms
+from firedistill.models.quantized import keep_trainable
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.models.tokens import set_stop_and_pad_tokens
@@ -256,13 +257,14 @@ def load_student(
             attn_implementation=args.attn_implementation,
             revision=args.model_revision,
             distributed_config=sharding,
-            device=args.device if args.device.type == "cuda" and sharding is None else None,
+            device=loading_device(args, args.quantization) if sharding is None else None,
             tokenizer=tokenizer,
         )
     elif tokenizer is None:
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     else:
         match_object(args, model, train=train)
+        keep_trainable(model)
         set_stop_and_pad_tokens(unwrap(model), tokenizer)
     if args.checkpoint_sampling:
         use_checkpoint_sampling(args, model)
@@ -277,6 +279,11 @@ def load_student(
     if args.lora_dtype == "base":
         compute_in_base_dtype(student)
     return student, tokenizer, decided
+
+
+def loading_device(args: SelfDistillConfig, quantization: str | None) -> torch.device | None:
+    """Where weights are read to; None is the host. A quantized model stays there, and transformers would choose a GPU for it."""
+    return args.device if args.device.type == "cuda" or quantization is not None else None
 
 
 def reads_feedback(args: SelfDistillConfig, objective: Objective) -> bool:
@@ -312,7 +319,7 @@ def load_teacher(
             dtype=args.teacher_dtype or args.model_dtype,
             quantization=args.teacher_quantization,
             attn_implementation=args.attn_implementation,
-            device=args.device if args.device.type == "cuda" else None,
+            device=loading_device(args, args.teacher_quantization),
         )
     except ModelError as error:
         raise ModelError(f"teacher {args.teacher}: {error}") from error

@@ -67,7 +67,7 @@ from firedistill.run.console import ConsoleReport
 from firedistill.run.identity import identity, model_fingerprint, tokenizer_fingerprint
 from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
-from firedistill.run.trackers import guard_trackers
+from firedistill.run.trackers import guard_trackers, name_in_trackers
 from firedistill.setup import given_examples, load_setup
 from firedistill.step import (
     TrainingOrder,
@@ -610,6 +610,8 @@ class SelfDistillTrainer(ResumableTrainer):
             self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
             self.args.save_yaml(Path(self.args.run_dir) / "config.yaml")
+            if self.trackers:
+                self.args.run_name = name_in_trackers(Path(self.args.run_dir), str(self.args.run_name), step)
         self.guarded.begin_run(Path(self.args.run_dir), self.args.process_index)
         if self.is_world_process_zero() and step == 0:
             self.save_attributions(step)
@@ -643,9 +645,14 @@ class SelfDistillTrainer(ResumableTrainer):
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):
                 logger.log(logging.WARNING if self.is_world_process_zero() else logging.DEBUG, "%s", finding)
+        failed = True
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            failed = False
+            return result
         finally:
+            for tracker in self.trackers:
+                tracker.end(failed)
             if self.console_report is not None:
                 self.console_report.stop()
             for engine in (self.rollout_engine, self.eval_engine):

@@ -119,7 +119,7 @@ def load_model_and_tokenizer(
         revision: branch, tag or commit on the hub; its main branch by default.
         distributed_config: how the weights are spread over processes; see `firedistill.models.sharding`.
         device: where the weights are read to, without a copy of the model in host memory; None is the host, or the devices of
-            `distributed_config`.
+            `distributed_config`, or with `quantization` the present GPU, if there is one.
         tokenizer: is used, and checked, in place of the model's own.
 
     Returns:

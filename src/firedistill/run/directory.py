@@ -34,10 +34,12 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT, GONE_AFTER = 10.0, 120.0
 FINISHED = "finished.json"
+RUN_NAME = "run_name.txt"
 # What a run writes. `metrics.jsonl` comes last: it marks a folder as a run, also for a removal that was interrupted.
 ROLLOUT_ADAPTERS = "rollout-adapters"
 RUN_FILES = [
     FINISHED,
+    RUN_NAME,
     ROLLOUT_ADAPTERS,
     "judge",
     "adapter",
