@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class GuardedTracker(TrainerCallback):
         """The run to which wandb or trackio logs at present; None for another tracker."""
         if hasattr(self.tracker, "_wandb"):
             return self.tracker._wandb.run
-        if hasattr(self.tracker, "_trackio"):
+        with suppress(AttributeError):  # another tracker, or a trackio that keeps its run elsewhere
             return self.tracker._trackio.context_vars.current_run.get()
         return None
 
