@@ -173,12 +173,29 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    stale, alive = tmp_path / f"firedistill-rollouts-{ended.pid}-x", tmp_path / f"firedistill-rollouts-{os.getppid()}-x"
+    here = f"firedistill-rollouts-{socket.gethostname()}-{weights.pid_namespace()}-"
+    stale, alive = tmp_path / f"{here}{ended.pid}-x", tmp_path / f"{here}{os.getppid()}-x"
     other = tmp_path / "firedistill-notes"
     for path in (stale, alive, other):
         path.mkdir()
     mine = weights.scratch_folder(1000)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(socket, "gethostname", "another-host"), (weights, "pid_namespace", 1)],
+    ids=["host", "container"],
+)
+def test_scratch_folders_of_other_hosts_and_containers_stay(module, name, value, tmp_path, monkeypatch):
+    """A process of another one is none of this one's, whatever its id."""
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(weights.psutil, "pid_exists", lambda pid: False)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, name, lambda: value)
+        theirs = weights.scratch_folder(1000)
+    mine = [weights.scratch_folder(1000) for _ in range(2)]
+    assert set(tmp_path.iterdir()) == {theirs, mine[1]}
 
 
 def test_scratch_folders_are_in_memory_where_they_fit(tmp_path, monkeypatch):
