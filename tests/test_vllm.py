@@ -380,11 +380,16 @@ def test_the_trainer_does_not_end_with_its_parent_as_its_engine_does(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"), [({}, "{home}/.cache/vllm/local-rank-3"), ({"VLLM_CACHE_ROOT": "/own"}, "/own")]
+    ("environment", "expected"),
+    [
+        ({"RANK": "11"}, "{home}/.cache/vllm/rank-11"),  # hosts may share the home folder
+        ({}, "{home}/.cache/vllm/rank-3"),
+        ({"VLLM_CACHE_ROOT": "/own"}, "/own"),
+    ],
 )
 def test_engines_that_start_together_compile_into_separate_folders(environment, expected, monkeypatch):
-    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "RANK"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in {"LOCAL_RANK": "3", **environment}.items():
         monkeypatch.setenv(name, value)
     with environment_of_engine(torch.device("cuda", 3)):
