@@ -525,6 +525,15 @@ def test_servers_share_the_prompts(model, servers, tmp_path):
     assert set(engine.take_metrics().seconds) == {"seconds_export", "seconds_load", "seconds_sampling"}
 
 
+def test_processes_with_few_prompts_use_all_servers(model, folder, servers, tmp_path, monkeypatch):
+    args = run_config(folder, tmp_path / "run", rollouts=",".join(one.url for one in servers))
+    for process in (0, 1):
+        monkeypatch.setattr(type(args), "process_index", process, raising=False)
+        engine, _ = load.load_engines(model, byte_tokenizer(), args, {})
+        engine.generate(PROMPTS[:1], GREEDY, seed=0)
+    assert [one.requests["/v1/completions"] for one in servers] == [1, 1]
+
+
 def test_a_hundred_versions_leave_two_and_never_serve_an_old_one(folder, servers, tmp_path):
     model = student(folder)
     engine = engine_for(model, servers, tmp_path)
