@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
@@ -260,6 +261,45 @@ def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, t
         workers[1].kill()
         assert launcher.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
     assert same_run(run, one_node)
+
+
+class StubRay:
+    """Ray's modules. `given` is what the workers get."""
+
+    init = cluster_resources = FailureConfig = RunConfig = ScalingConfig = TorchConfig = dict
+
+    def TorchTrainer(self, work, train_loop_config, **options):
+        self.given = train_loop_config
+        return SimpleNamespace(fit=lambda: None)
+
+
+def test_ray_workers_work_in_the_directory_of_the_command(tmp_path, monkeypatch):
+    """Ray starts them in a folder of its own."""
+    ray, home, session, found = StubRay(), tmp_path / "home", tmp_path / "session", []
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    spec = importlib.util.spec_from_file_location("ray_train", TESTS.parent / "examples" / "ray_train.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    for folder in (home, session):
+        folder.mkdir()
+    (home / "my.yaml").write_text("task: data.jsonl")
+    (home / "data.jsonl").touch()
+    monkeypatch.chdir(home)
+    example.main(["my.yaml", "--output_dir", "runs/ray"])
+
+    def trainer(args):
+        found.extend([Path(args.task).resolve(strict=True), Path(args.run_dir).resolve()])
+        return SimpleNamespace(train=lambda: None)
+
+    monkeypatch.setattr(example, "SelfDistillTrainer", trainer)
+    monkeypatch.chdir(session)
+    example.train(ray.given)
+    assert found == [home / "data.jsonl", home / "runs" / "ray"]
+    with pytest.raises(
+        FileNotFoundError, match="this node has no directory .*gone, to which the paths in the options are relative"
+    ):
+        example.train(ray.given | {"directory": str(tmp_path / "gone")})
 
 
 def test_processes_with_different_data_are_refused(checkpoint, tmp_path):
