@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,13 @@ def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
     assert found[0] == found[1]
 
 
+def test_ranks_sample_their_share_of_an_evaluation(folders):
+    run = folders[1] / "fire"
+    uids = Counter(row["uid"] for row in pq.read_table(run / "rollouts" / "sampled_000000.parquet").to_pylist())
+    assert uids == {example.uid: 2 for example in ToyTask().examples("eval", 5)}
+    assert read_jsonl(run / "evals.jsonl")[0]["sampled_accuracy"] >= 0
+
+
 @pytest.mark.parametrize("kind", STOPPED)
 def test_two_ranks_resume_from_their_checkpoint_bit_for_bit(kind, folders):
     stopped, whole = folders[1] / kind, folders[1] / kind.partition(":")[0]
@@ -122,7 +130,7 @@ def test_another_number_of_processes_is_another_run(folders):
     run = folders[1] / "fire:stopped"
     changes = {"per_device_train_batch_size": 4, "ddp_backend": None}
     config = SelfDistillConfig(**yaml.safe_load((run / "config.yaml").read_text()) | changes)
-    trainer = SelfDistillTrainer(args=config, task=ToyTask())
+    trainer = SelfDistillTrainer(args=config, task=distributed_worker.UnpicklableTask())
     with pytest.raises(CheckpointError, match="per_device_train_batch_size was 2, is 4; world_size was 2, is 1"):
         trainer.checkpoint_to_resume("auto")
 

@@ -275,6 +275,7 @@ class SelfDistillTrainer(ResumableTrainer):
             random.Random(f"{self.args.seed} {self.state.global_step}"),
             self.args.process_index,
             self.args.world_size,
+            self.train_dataset.examples,
         )
         for update in earlier:
             self.make_update(update, num_batches)
