@@ -106,6 +106,13 @@ def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", COMPARED)
+def test_rollouts_of_all_ranks_are_logged(kind, folders):
+    """In the order of the prompts; in the first step, where the weights are bit-identical."""
+    one, two = (pq.read_table(folder / kind / "rollouts" / "step_000001.parquet").to_pylist() for folder in folders)
+    assert one == two and len({row["uid"] for row in two}) == 4
+
+
 def test_ranks_sample_their_share_of_an_evaluation(folders):
     run = folders[1] / "fire"
     uids = Counter(row["uid"] for row in pq.read_table(run / "rollouts" / "sampled_000000.parquet").to_pylist())
