@@ -3,11 +3,12 @@
     pip install 'firedistill[ray]'
     python examples/ray_train.py lab --workers 2 --max_steps 20 --output_dir runs/ray
 
-All other options are those of `firedistill train`. The run directory must be on a file system that all workers share. If a worker is
-lost, Ray starts all of them again, and the run resumes from its last checkpoint.
+All other options are those of `firedistill train`. The working directory and the run directory must be on a file system that all
+workers share. If a worker is lost, Ray starts all of them again, and the run resumes from its last checkpoint.
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import ray
@@ -20,7 +21,17 @@ from firedistill.recipes import build_config
 
 
 def train(settings: dict) -> None:
-    """The work of every worker. Ray has set RANK, WORLD_SIZE and MASTER_ADDR, and started the process group."""
+    """The work of every worker. Ray has set RANK, WORLD_SIZE and MASTER_ADDR, and started the process group.
+
+    Ray starts workers in a folder of its own; relative paths in the options are relative to the working directory of `main`.
+    """
+    directory = Path(settings["directory"])
+    if not directory.is_dir():
+        raise FileNotFoundError(
+            f"this node has no directory {directory}, to which the paths in the options are relative: start examples/ray_train.py in a "
+            "directory that all nodes share"
+        )
+    os.chdir(directory)
     config = build_config(SelfDistillConfig, settings["recipe"], settings["overrides"])
     SelfDistillTrainer(args=config).train()
 
@@ -38,15 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
     overrides = parse_settings(rest)
     config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
     folder = Path(config.run_dir).absolute()
-    recipe = Path(options.recipe)
     ray.init(ignore_reinit_error=True)
     gpus = ray.cluster_resources().get("GPU", 0) > 0 if options.gpus is None else options.gpus  # this machine may have none
     TorchTrainer(
         train,
-        train_loop_config={
-            "recipe": str(recipe.absolute()) if recipe.is_file() else options.recipe,
-            "overrides": overrides | {"output_dir": str(folder)},
-        },
+        train_loop_config={"directory": os.getcwd(), "recipe": options.recipe, "overrides": overrides},
         torch_config=TorchConfig(timeout_s=config.ddp_timeout),
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=gpus),
         run_config=RunConfig(

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ class StopLast(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1 and args.process_index == args.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+class UnpicklableTask(ToyTask):
+    """Its examples cannot be sent from one process to another."""
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        examples = super().examples(split, n, seed, data_dir)
+        return [replace(example, metadata={"check": lambda response: True}) for example in examples]
 
 
 class OwnExamples(ToyTask):
@@ -77,8 +86,9 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
     or one with different data (`fire:apart`)."""
     method, _, how = kind.partition(":")
     settings = {"learning_rate": 0.3, "max_new_tokens": 9, "per_device_train_batch_size": batch}
+    settings["eval_samples"] = 2 if method == "fire" and how != "scripted" else 0
     trainer_class, config = worker_config(method, checkpoint, folder, **settings)
-    trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else ToyTask())
+    trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else UnpicklableTask())
     if how == "scripted":
         trainer.rollout_engine = ScriptedEngine()
     if how == "stopped":
@@ -87,7 +97,7 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         assert trainer.state.global_step == 2 and trainer.stop.signal == signal.SIGTERM, (
             "both processes stop after the same step"
         )
-        trainer = trainer_class(args=config, task=ToyTask())
+        trainer = trainer_class(args=config, task=UnpicklableTask())
     trainer.train()
     torch.save(adapter_weights(trainer), Path(folder) / f"rank{config.process_index}.pt")
 

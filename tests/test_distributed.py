@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow.parquet as pq
@@ -104,6 +106,20 @@ def test_every_rank_evaluates_its_share_and_the_sum_is_right(kind, folders):
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("kind", COMPARED)
+def test_rollouts_of_all_ranks_are_logged(kind, folders):
+    """In the order of the prompts; in the first step, where the weights are bit-identical."""
+    one, two = (pq.read_table(folder / kind / "rollouts" / "step_000001.parquet").to_pylist() for folder in folders)
+    assert one == two and len({row["uid"] for row in two}) == 4
+
+
+def test_ranks_sample_their_share_of_an_evaluation(folders):
+    run = folders[1] / "fire"
+    uids = Counter(row["uid"] for row in pq.read_table(run / "rollouts" / "sampled_000000.parquet").to_pylist())
+    assert uids == {example.uid: 2 for example in ToyTask().examples("eval", 5)}
+    assert read_jsonl(run / "evals.jsonl")[0]["sampled_accuracy"] >= 0
+
+
 @pytest.mark.parametrize("kind", STOPPED)
 def test_two_ranks_resume_from_their_checkpoint_bit_for_bit(kind, folders):
     stopped, whole = folders[1] / kind, folders[1] / kind.partition(":")[0]
@@ -121,7 +137,7 @@ def test_another_number_of_processes_is_another_run(folders):
     run = folders[1] / "fire:stopped"
     changes = {"per_device_train_batch_size": 4, "ddp_backend": None}
     config = SelfDistillConfig(**yaml.safe_load((run / "config.yaml").read_text()) | changes)
-    trainer = SelfDistillTrainer(args=config, task=ToyTask())
+    trainer = SelfDistillTrainer(args=config, task=distributed_worker.UnpicklableTask())
     with pytest.raises(CheckpointError, match="per_device_train_batch_size was 2, is 4; world_size was 2, is 1"):
         trainer.checkpoint_to_resume("auto")
 
@@ -260,6 +276,45 @@ def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, t
         workers[1].kill()
         assert launcher.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
     assert same_run(run, one_node)
+
+
+class StubRay:
+    """Ray's modules. `given` is what the workers get."""
+
+    init = cluster_resources = FailureConfig = RunConfig = ScalingConfig = TorchConfig = dict
+
+    def TorchTrainer(self, work, train_loop_config, **options):
+        self.given = train_loop_config
+        return SimpleNamespace(fit=lambda: None)
+
+
+def test_ray_workers_work_in_the_directory_of_the_command(tmp_path, monkeypatch):
+    """Ray starts them in a folder of its own."""
+    ray, home, session, found = StubRay(), tmp_path / "home", tmp_path / "session", []
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    spec = importlib.util.spec_from_file_location("ray_train", TESTS.parent / "examples" / "ray_train.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    for folder in (home, session):
+        folder.mkdir()
+    (home / "my.yaml").write_text("task: data.jsonl")
+    (home / "data.jsonl").touch()
+    monkeypatch.chdir(home)
+    example.main(["my.yaml", "--output_dir", "runs/ray"])
+
+    def trainer(args):
+        found.extend([Path(args.task).resolve(strict=True), Path(args.run_dir).resolve()])
+        return SimpleNamespace(train=lambda: None)
+
+    monkeypatch.setattr(example, "SelfDistillTrainer", trainer)
+    monkeypatch.chdir(session)
+    example.train(ray.given)
+    assert found == [home / "data.jsonl", home / "runs" / "ray"]
+    with pytest.raises(
+        FileNotFoundError, match="this node has no directory .*gone, to which the paths in the options are relative"
+    ):
+        example.train(ray.given | {"directory": str(tmp_path / "gone")})
 
 
 def test_processes_with_different_data_are_refused(checkpoint, tmp_path):

@@ -246,14 +246,12 @@ def test_processes_divide_every_update_among_them(processes, monkeypatch):
     """Each process passes its own rollouts and gets its share of the rollouts of all."""
     shares = [prepared([0, 0, 1]), prepared([2, 3]), prepared([])][:processes]
     everyone = [item for share in shares for item in share]
-    monkeypatch.setattr("firedistill.step.gather_object", lambda own: everyone)
+    monkeypatch.setattr("firedistill.step.gather_object", lambda own: [(None, *item) for item in everyone])
     plans = [plan_updates(Planned(), shares[p], 4, random.Random(0), p, processes) for p in range(processes)]
     for position, (prompts, whole) in enumerate([((0, 3), 3), ((2,), 1), ((1, 0), 3)]):
         parts = [plan[position] for plan in plans]
         found = [item for part in parts for item in part.rollouts]
-        assert len(found) == whole and {id(item) for item in found} == {
-            id(item) for item in everyone if item[0].prompt_index in prompts
-        }
+        assert len(found) == whole and set(found) == {item for item in everyone if item[0].prompt_index in prompts}
         assert max(len(part.rollouts) for part in parts) - min(len(part.rollouts) for part in parts) <= 1
         assert {(part.prompts, part.trained_rollouts) for part in parts} == {(len(prompts), whole)}
 

@@ -173,12 +173,29 @@ def test_scratch_folders_of_killed_processes_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    stale, alive = tmp_path / f"firedistill-rollouts-{ended.pid}-x", tmp_path / f"firedistill-rollouts-{os.getppid()}-x"
+    here = f"firedistill-rollouts-{socket.gethostname()}-{weights.pid_namespace()}-"
+    stale, alive = tmp_path / f"{here}{ended.pid}-x", tmp_path / f"{here}{os.getppid()}-x"
     other = tmp_path / "firedistill-notes"
     for path in (stale, alive, other):
         path.mkdir()
     mine = weights.scratch_folder(1000)
     assert {path.name for path in tmp_path.iterdir()} == {alive.name, other.name, mine.name}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(socket, "gethostname", "another-host"), (weights, "pid_namespace", 1)],
+    ids=["host", "container"],
+)
+def test_scratch_folders_of_other_hosts_and_containers_stay(module, name, value, tmp_path, monkeypatch):
+    """A process of another one is none of this one's, whatever its id."""
+    monkeypatch.setattr(weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(weights.psutil, "pid_exists", lambda pid: False)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(module, name, lambda: value)
+        theirs = weights.scratch_folder(1000)
+    mine = [weights.scratch_folder(1000) for _ in range(2)]
+    assert set(tmp_path.iterdir()) == {theirs, mine[1]}
 
 
 def test_scratch_folders_are_in_memory_where_they_fit(tmp_path, monkeypatch):
@@ -363,11 +380,16 @@ def test_the_trainer_does_not_end_with_its_parent_as_its_engine_does(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"), [({}, "{home}/.cache/vllm/local-rank-3"), ({"VLLM_CACHE_ROOT": "/own"}, "/own")]
+    ("environment", "expected"),
+    [
+        ({"RANK": "11"}, "{home}/.cache/vllm/rank-11"),  # hosts may share the home folder
+        ({}, "{home}/.cache/vllm/rank-3"),
+        ({"VLLM_CACHE_ROOT": "/own"}, "/own"),
+    ],
 )
 def test_engines_that_start_together_compile_into_separate_folders(environment, expected, monkeypatch):
-    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for name in ("VLLM_CACHE_ROOT", "XDG_CACHE_HOME", "RANK"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in {"LOCAL_RANK": "3", **environment}.items():
         monkeypatch.setenv(name, value)
     with environment_of_engine(torch.device("cuda", 3)):
@@ -501,6 +523,15 @@ def test_servers_share_the_prompts(model, servers, tmp_path):
     assert all(response.finished and response.log_probs == [-0.5] * 3 for response in responses)
     assert [one.requests["/v1/completions"] for one in servers] == [2, 1] and told[-1] == 3
     assert set(engine.take_metrics().seconds) == {"seconds_export", "seconds_load", "seconds_sampling"}
+
+
+def test_processes_with_few_prompts_use_all_servers(model, folder, servers, tmp_path, monkeypatch):
+    args = run_config(folder, tmp_path / "run", rollouts=",".join(one.url for one in servers))
+    for process in (0, 1):
+        monkeypatch.setattr(type(args), "process_index", process, raising=False)
+        engine, _ = load.load_engines(model, byte_tokenizer(), args, {})
+        engine.generate(PROMPTS[:1], GREEDY, seed=0)
+    assert [one.requests["/v1/completions"] for one in servers] == [1, 1]
 
 
 def test_a_hundred_versions_leave_two_and_never_serve_an_old_one(folder, servers, tmp_path):

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean, stdev
 from typing import Any
@@ -124,7 +124,7 @@ def evaluate(
         rollouts, skipped = answer_examples(
             engine, task, encoder, mine, args.greedy, args.budget, progress=partial(progress, total=len(mine))
         )
-    rollouts = gather(model, rollouts)
+    rollouts = gather_rollouts(model, rollouts, examples, args)
     summary = summarize(rollouts)
     if skipped_anywhere := sum(gather_object([len(skipped)])):
         summary["skipped_over_budget"] = skipped_anywhere
@@ -153,10 +153,18 @@ def evaluate_samples(
             engine, task, encoder, args.sampling, args.budget, seed=args.seed + args.process_index, progress=shown
         ).student(requests)
         entropies = entropy_sums(model, rollouts, args.tokens_per_forward)
-    rollouts, everywhere = gather(model, rollouts), gather(model, [entropies])
+    rollouts, everywhere = gather_rollouts(model, rollouts, examples, args), gather(model, [entropies])
     tokens = sum(count for _, count in everywhere)
     mean_entropy = sum(total for total, _ in everywhere) / tokens if tokens else math.nan
     return rollouts, summarize_samples(rollouts, args.eval_samples) | {"sampled_entropy": mean_entropy}
+
+
+def gather_rollouts(
+    model: nn.Module, rollouts: Sequence[Rollout], examples: Sequence[Example], args: SelfDistillConfig
+) -> list[Rollout]:
+    """The rollouts of all processes. `prompt_index` of a rollout is the position in the share of its process."""
+    sent = [(args.process_index + r.prompt_index * args.world_size, r.without_example()) for r in rollouts]
+    return [replace(rollout, example=examples[position]) for position, rollout in gather(model, sent)]
 
 
 def entropy_sums(model: nn.Module, rollouts: Sequence[Rollout], max_tokens: int) -> tuple[float, int]:

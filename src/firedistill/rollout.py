@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
@@ -85,3 +86,7 @@ class Rollout:
     def generated_tokens(self) -> int:
         """Tokens that student or teacher sampled for this rollout; none counts twice."""
         return len(self.response_ids) - self.prefix_length + self.draft_tokens
+
+    def without_example(self) -> Rollout:
+        """What is sent to other processes, which have the examples themselves: metadata may hold what cannot be pickled."""
+        return replace(self, example=cast(Any, None))

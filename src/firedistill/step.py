@@ -256,7 +256,13 @@ class Update:
 
 
 def plan_updates(
-    objective: Objective, rollouts: list[tuple[Rollout, Any]], prompts: int, draw: random.Random, process: int, processes: int
+    objective: Objective,
+    rollouts: list[tuple[Rollout, Any]],
+    prompts: int,
+    draw: random.Random,
+    process: int,
+    processes: int,
+    examples: Sequence[Example] = (),
 ) -> list[Update]:
     """The optimizer updates of a step: one, unless the method wants several.
 
@@ -266,12 +272,22 @@ def plan_updates(
         rollouts: the trained ones of this process, prepared.
         prompts: prompts of the step over all processes.
         draw: alike on every process.
+        examples: those of the run, alike on every process. The example of a rollout that is none of them, such as a copy by a worker of
+            the data loader, is sent to the other processes.
     """
     plan = objective.updates(range(prompts), draw)
     if len(plan) == 1:
         return [Update(rollouts, prompts, sum(gather_object([len(rollouts)])))]
     # A small update is divided among the processes again, or all but one would idle.
-    everyone = gather_object(rollouts)
+    places = {id(example): place for place, example in enumerate(examples)}
+    sent = []
+    for rollout, prepared in rollouts:
+        place = places.get(id(rollout.example))
+        sent.append((place, rollout if place is None else rollout.without_example(), prepared))
+    everyone = [
+        (rollout if place is None else replace(rollout, example=examples[place]), prepared)
+        for place, rollout, prepared in gather_object(sent)
+    ]
     members = [[item for item in everyone if item[0].prompt_index in chosen] for chosen in plan]
     updates = [
         Update(group[process::processes], len(chosen), len(group)) for chosen, group in zip(plan, members, strict=True) if group

@@ -245,7 +245,11 @@ class SelfDistillTrainer(ResumableTrainer):
         selection = select_rollouts(
             rollouts, self.objective, self.teacher, self.args.budget, self.args.drop_unfinished_rollouts
         )
-        self.log_rollouts(selection.rollouts, self.state.global_step + 1, trained=selection.trained)
+        if self.args.log_rollouts:
+            next_step = self.state.global_step + 1
+            rows = gather(self.model, self.rollout_rows(selection.rollouts, next_step, selection.trained))
+            if self.run_log is not None:
+                self.run_log.rollouts(next_step, rows)
         step = Step(
             rollouts=selection.trained,
             prompts=self.prompts_per_step,
@@ -275,6 +279,7 @@ class SelfDistillTrainer(ResumableTrainer):
             random.Random(f"{self.args.seed} {self.state.global_step}"),
             self.args.process_index,
             self.args.world_size,
+            self.train_dataset.examples,
         )
         for update in earlier:
             self.make_update(update, num_batches)
@@ -558,11 +563,11 @@ class SelfDistillTrainer(ResumableTrainer):
         judge.total(**self.guarded.take_counts())
         of_judge = over_processes(gather_object([judge])).row()
         step = self.state.global_step
-        if own:
-            if self.run_log is not None:
-                self.run_log.evaluation({"step": step, **self.cumulative, **found.summary, **of_judge})
-            self.log_rollouts(found.greedy, step, prefix="eval")
-            self.log_rollouts(found.sampled, step, prefix="sampled")
+        if own and self.run_log is not None:
+            self.run_log.evaluation({"step": step, **self.cumulative, **found.summary, **of_judge})
+            if self.args.log_rollouts:
+                self.run_log.rollouts(step, self.rollout_rows(found.greedy, step), "eval")
+                self.run_log.rollouts(step, self.rollout_rows(found.sampled, step), "sampled")
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.summary.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -684,15 +689,17 @@ class SelfDistillTrainer(ResumableTrainer):
         self.run_log.sync()
         write_text(target, self.card())
 
-    def log_rollouts(
-        self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = (), prefix: str = "step"
-    ) -> None:
-        if self.run_log is not None and self.args.log_rollouts:
-            rows = []
-            for rollout in rollouts:
-                prompt = shown_prompt(self.task, self.encoder, rollout.example)
-                rows.append(rollout_row(rollout, step, prompt, rollout in trained))
-            self.run_log.rollouts(step, rows, prefix)
+    def rollout_rows(self, rollouts: Sequence[Rollout], step: int, trained: Sequence[Rollout] = ()) -> list[dict[str, Any]]:
+        """These rollouts as rows of the log.
+
+        Args:
+            trained: those among them that enter the loss.
+        """
+        rows = []
+        for rollout in rollouts:
+            prompt = shown_prompt(self.task, self.encoder, rollout.example)
+            rows.append(rollout_row(rollout, step, prompt, rollout in trained))
+        return rows
 
     def save_attributions(self, step: int) -> None:
         """Save, for the report, what the feedback does to the tokens of some wrong answers. The run does not depend on it.

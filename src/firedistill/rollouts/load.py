@@ -49,8 +49,10 @@ def load_engines(
     if args.rollouts == "vllm":
         engine = VLLMEngine(model, tokenizer, context=context, sequences=sequences, weights=args.vllm_weights)
     else:
-        folder = Path(args.run_dir) / ROLLOUT_ADAPTERS
-        engine = VLLMServerEngine(model, tokenizer, args.rollout_servers, folder, context=context, sequences=sequences)
+        folder, process = Path(args.run_dir) / ROLLOUT_ADAPTERS, args.process_index
+        engine = VLLMServerEngine(
+            model, tokenizer, args.rollout_servers, folder, context=context, sequences=sequences, process=process
+        )
     return engine, engine
 
 

@@ -125,6 +125,7 @@ class VLLMServerEngine(RemoteEngine):
         folder: where adapters are written; every server reads the same path.
         sequences: requests at the same time per server.
         patience: seconds for which a server that fails is retried.
+        process: index of the trainer's process. The requests of each one begin with the server after those of the one before.
     """
 
     sharded = True
@@ -139,9 +140,11 @@ class VLLMServerEngine(RemoteEngine):
         context: int,
         sequences: int = 32,
         patience: float = PATIENCE,
+        process: int = 0,
     ):
         super().__init__(model, tokenizer, context=context, sequences=sequences)
         self.servers, self.folder, self.patience = [url.rstrip("/") for url in servers], folder, patience
+        self.process = process
         self.run = uuid.uuid4().hex[:12]  # names of two runs never collide on a server
         self.versions: list[str] = []  # those whose folders exist, oldest first
         self.padding: HeadPadding | None = None  # of the servers' base model
@@ -154,7 +157,7 @@ class VLLMServerEngine(RemoteEngine):
 
         def complete(numbered: tuple[int, Request]) -> tuple[Request, list[int], list[float]]:
             position, request = numbered
-            server = self.servers[position % len(self.servers)]
+            server = self.servers[(self.process * len(requests) + position) % len(self.servers)]
             return request, *self._complete(server, version, {**request.parameters, "prompt": request.prompt})
 
         with self.metrics.timed("seconds_sampling", self.model.device):

@@ -275,7 +275,7 @@ def cache_bytes(config: Any, dtype: torch.dtype, context: int, sequences: int) -
 @contextmanager
 def environment_of_engine(device: torch.device) -> Iterator[None]:
     """What the child process inherits: nothing of the launcher's, one GPU or the trainer's number of threads, and signals that only the
-    trainer handles blocked. On a GPU, the engine of every process of a host has its own folder for compiled code.
+    trainer handles blocked. On a GPU, the engine of every process has its own folder for compiled code.
 
     The caller's environment and random state are restored; vLLM changes both.
     """
@@ -299,8 +299,9 @@ def environment_of_engine(device: torch.device) -> Iterator[None]:
         visible = saved.get("CUDA_VISIBLE_DEVICES", "").split(",")
         index = device.index or 0
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) and visible[index] else str(index)
-        if rank := saved.get("LOCAL_RANK"):  # engines that start together would overwrite each other's files
-            cache = Path(saved.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm" / f"local-rank-{rank}"
+        # Engines that start together would overwrite each other's files; hosts may share the folder.
+        if rank := saved.get("RANK") or saved.get("LOCAL_RANK"):
+            cache = Path(saved.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm" / f"rank-{rank}"
             os.environ.setdefault("VLLM_CACHE_ROOT", str(cache))
     resource_tracker.ensure_running()  # starting it later would unblock SIGINT and SIGTERM
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)  # they are for the trainer

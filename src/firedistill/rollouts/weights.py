@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -130,13 +131,24 @@ def base_checkpoint(model: PeftModel, scratch: Path, padding: HeadPadding | None
 def scratch_folder(size: int) -> Path:
     """A new temporary folder, in memory where the system has such a place. Removes those of processes that were killed.
 
+    Containers and hosts may share the place. Folders of processes that this one cannot see are left alone.
+
     Args:
         size: bytes that it will hold. In containers, the place in memory often has 64 MB.
     """
     in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
-    for folder in place.glob("firedistill-rollouts-*-*"):
+    prefix = f"firedistill-rollouts-{socket.gethostname()}-{pid_namespace()}-"
+    for folder in place.glob(f"{prefix}*-*"):
         with suppress(OSError, ValueError):
-            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(int(folder.name.split("-")[2])):
-                shutil.rmtree(folder)
-    return Path(tempfile.mkdtemp(prefix=f"firedistill-rollouts-{os.getpid()}-", dir=place))
+            pid = int(folder.name.removeprefix(prefix).split("-")[0])
+            if folder.stat().st_uid == os.getuid() and not psutil.pid_exists(pid):
+                shutil.rmtree(folder, ignore_errors=True)  # another process may be removing it, too
+    return Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=place))
+
+
+def pid_namespace() -> int:
+    """Names the processes among which a process id is unique on this host; 0 where the system does not divide them."""
+    with suppress(OSError):
+        return os.stat("/proc/self/ns/pid").st_ino
+    return 0
