@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from firedistill.tasks import sandbox
+from firedistill.tasks import sandbox, sandbox_stage
 from firedistill.tasks.sandbox import Limits, Other, SandboxError, Snippet, matches, run_program
 from hostile_run import report_of
 
@@ -56,6 +58,7 @@ EXPECTED = {
     "sockets": ({"returned"}, {"returned"}, {"[]"}),
     "surrogates": ({"returned"}, {"returned"}, {repr("\ud800")}),
     "threads": ({"time", "memory", "died"}, {"not run"}, set()),
+    "truncates": ({"returned"}, {"returned"}, {"[]"}),
     "traces_parent": ({"returned"}, {"returned"}, {"[]"}),
     "write_outside": ({"returned"}, {"returned"}, {"[]"}),
 }
@@ -214,7 +217,51 @@ def test_every_hostile_program_is_expected_to_end_somehow():
     assert sorted(EXPECTED) == sorted(path.stem for path in HOSTILE.glob("*.py"))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Landlock is Linux's")
+def test_files_are_not_emptied_before_linux_6_2(cell, place):
+    """Landlock does not see truncation by `open` there."""
+    who, level, secrets = cell
+    if (who, level) != ("nobody", "filter"):
+        pytest.skip("the levels and users that depend on Landlock alone")
+    old = place / "old-kernel"
+    old.mkdir()
+    for path in place.glob("*.py"):
+        shutil.copy(path, old)
+    stage = (old / sandbox.STAGE.name).read_text()
+    (old / sandbox.STAGE.name).write_text(stage.replace("    handled = ", "    version = 2\n    handled = "))
+    program = (HOSTILE / "truncates.py").read_text()
+    report = run(old, who, {"level": level, "program": program, "setup": f"SECRET_FOLDER = {str(secrets)!r}"})
+    assert report["value"] == "[]" and (secrets / "secret").read_text() == SECRET
+
+
 # ---- Honest programs ---------------------------------------------------------------------------------------------------------
+
+HONEST = """
+import asyncio, concurrent.futures, contextlib, os, socket, sqlite3, tempfile, threading
+async def seven():
+    await asyncio.sleep(0)
+    return 7
+def solve(x):
+    with open(os.devnull, "w") as file, contextlib.redirect_stdout(file):
+        print("nothing")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        total = sum(pool.map(lambda i: i * i, range(5)))
+    one, other = socket.socketpair()
+    one.send(b"x")
+    with contextlib.closing(sqlite3.connect(":memory:")) as base:
+        return asyncio.run(seven()), total, other.recv(1), base.execute("select 3").fetchall()
+def write(x):
+    with tempfile.TemporaryFile() as file:
+        file.write(b"12")
+        return file.tell()
+"""
+
+
+def test_honest_programs_find_what_they_need(cell, place):
+    who, level, _ = cell
+    tests = ["solve(1)", "write(1)"] if level == "namespaces" else ["solve(1)"]
+    report = run(place, who, {"level": level, "program": HONEST, "tests": tests, "limits": {}})
+    assert report["value"] == repr((7, 30, b"x", [(3,)])) and set(report["tests"]) == {"returned"}, report
 
 
 @pytest.fixture
@@ -462,3 +509,46 @@ def test_programs_that_share_a_user_with_the_trainer_cannot_change_its_files(all
     if found.get("setxattr") == str(errno.EOPNOTSUPP):
         del found["setxattr"]  # of the file system
     assert set(found.values()) == ({"done"} if allowed else {str(errno.EPERM)}) and len(found) >= 4
+
+
+def verdict(program: bytes, arch: int, number: int, *arguments: int) -> int:
+    """What a filter returns for a system call: its errno, or 0 where it is allowed."""
+    data = struct.pack("<iIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
+    lines, at, value = list(struct.iter_unpack("HBBI", program)), 0, 0
+    while True:
+        code, met, other, k = lines[at]
+        if code == 0x06:
+            return 0 if k == 0x7FFF0000 else k & 0xFFFF
+        if code == 0x20:
+            value = struct.unpack_from("<I", data, k)[0]
+        elif code == 0x54:
+            value &= k
+        else:
+            at += met if (value == k if code == 0x15 else value >= k) else other
+        at += 1
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_of_each_architecture(machine, monkeypatch):
+    """Interpreted, since a machine runs only its own."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    program, arch, column = (
+        sandbox_stage.seccomp_program(False),
+        sandbox_stage.AUDIT_ARCH[machine],
+        ["x86_64", "aarch64"].index(machine),
+    )
+    anywhere = 0x7FFF_1234_5673  # an address
+
+    def of(numbers: tuple[int, int], *arguments: int) -> int:
+        return verdict(program, arch, numbers[column], *arguments)
+
+    openat, clone, prlimit = (257, 56), (56, 220), (302, 261)
+    for flags, expected in ((0, 0), (1, 0), (0o1102, 0), (3, errno.EPERM), (0o1003, errno.EPERM), (0o1000, errno.EPERM)):
+        assert of(openat, -100 & 2**64 - 1, anywhere, flags | 0o2000000, 0o666) == expected
+        if machine == "x86_64":
+            assert verdict(program, arch, 2, anywhere, flags, 0o666) == expected
+    assert [of(clone, flags) for flags in (0x3D0F00, 17, 0x10000011)] == [0, 0, errno.EPERM]
+    assert [of(prlimit, pid, 7) for pid in (0, 1, anywhere)] == [0, errno.EPERM, errno.EPERM]
+    assert [of((435, 435)), of((437, 437))] == [errno.ENOSYS] * 2
+    assert all(of(numbers) == errno.EPERM for numbers in (sandbox_stage.DENIED | sandbox_stage.CHANGING_FILES).values())
+    assert of((0, 63)) == 0 and verdict(program, 0x40000003, 3) == errno.EPERM  # `read`, here and of another architecture
