@@ -155,6 +155,11 @@ class Listener:
         self.udp.bind(("127.0.0.1", 0))
         self.unix.bind(f"{folder}/socket")
         self.abstract.bind(f"\0hostile-{os.getpid()}")
+        self.datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.datagrams[0].bind(f"{folder}/datagrams")
+        self.datagrams[1].bind(f"\0hostile-datagrams-{os.getpid()}")
+        os.chmod(f"{folder}/datagrams", 0o777)
+        os.chmod(f"{folder}/socket", 0o777)
         for stream in (self.tcp, self.unix, self.abstract):
             stream.listen()
         for each in self.all:
@@ -162,13 +167,13 @@ class Listener:
 
     @property
     def all(self):
-        return (self.tcp, self.udp, self.unix, self.abstract)
+        return (self.tcp, self.udp, self.unix, self.abstract, *self.datagrams)
 
     def reached(self) -> list[str]:
         found = []
         for each in self.all:
             with suppress(BlockingIOError):
-                each.recv(10) if each is self.udp else each.accept()[0].close()
+                each.recv(10) if each.type == socket.SOCK_DGRAM else each.accept()[0].close()
                 found.append(str(each))
         return found
 
@@ -179,7 +184,8 @@ def listener(cell):
     yield listener
     for each in listener.all:
         each.close()
-    (cell[2] / "socket").unlink()
+    for name in ("socket", "datagrams"):
+        (cell[2] / name).unlink()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the sandbox isolates programs on Linux only")
@@ -549,6 +555,8 @@ def test_the_filter_of_each_architecture(machine, monkeypatch):
             assert verdict(program, arch, 2, anywhere, flags, 0o666) == expected
     assert [of(clone, flags) for flags in (0x3D0F00, 17, 0x10000011)] == [0, 0, errno.EPERM]
     assert [of(prlimit, pid, 7) for pid in (0, 1, anywhere)] == [0, errno.EPERM, errno.EPERM]
+    pairs = {(1, 1): 0, (1, 0o2004001): 0, (1, 2): errno.EPERM, (1, 3): errno.EPERM, (1, 5): errno.EPERM, (30, 1): errno.EPERM}
+    assert {pair: of((53, 199), *pair) for pair in pairs} == pairs
     assert [of((435, 435)), of((437, 437))] == [errno.ENOSYS] * 2
     assert all(of(numbers) == errno.EPERM for numbers in (sandbox_stage.DENIED | sandbox_stage.CHANGING_FILES).values())
     assert of((0, 63)) == 0 and verdict(program, 0x40000003, 3) == errno.EPERM  # `read`, here and of another architecture

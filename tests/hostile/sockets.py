@@ -1,4 +1,4 @@
-"""Connects to TCP, UDP, Unix and abstract Unix sockets, and asks for a name."""
+"""Connects to TCP, UDP, Unix and abstract Unix sockets, sends datagrams to those of the last two kinds, and asks for a name."""
 
 import socket
 
@@ -17,6 +17,13 @@ def solve(x):
                 connection.connect(address)
                 connection.send(b"stolen")
             done.append(str(address))
+        except OSError:
+            pass
+    for address in (f"{SECRET_FOLDER}/datagrams", f"\0hostile-datagrams-{PARENT}"):
+        try:
+            one, _ = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            one.sendto(b"stolen", address)
+            done.append(address)
         except OSError:
             pass
     try:

@@ -43,7 +43,7 @@ FIRST_UID, NOBODY = 0x70000000, 65534  # the first of a range that no distributi
 
 # Denied system calls: (number on x86_64, on aarch64).
 DENIED: dict[str, tuple[int, int]] = {
-    "socket": (41, 198),  # socketpair stays: event loops need it
+    "socket": (41, 198),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -138,6 +138,13 @@ DENIED_VALUES: list[tuple[tuple[int, int], int, int, int]] = [
 # The same for calls of which every other value is denied.
 REQUIRED_VALUES: list[tuple[tuple[int, int], int, int, int]] = [
     ((56, 220), 0, NEW_NAMESPACES, 0),  # clone
+    (
+        (53, 199),
+        0,
+        ALL_BITS,
+        1,
+    ),  # socketpair: of AF_UNIX and SOCK_STREAM, which event loops need; datagrams can be sent elsewhere
+    ((53, 199), 1, 0xF, 1),
     ((302, 261), 0, ALL_BITS, 0),  # prlimit: 0 is the caller
 ]
 # Calls with flags in memory, which a filter cannot read: they seem to be missing, so that the C library uses older ones.
