@@ -240,6 +240,36 @@ def test_files_are_not_emptied_before_linux_6_2(cell, place):
     assert report["value"] == "[]" and (secrets / "secret").read_text() == SECRET
 
 
+UNSHARE = shutil.which("unshare")
+in_own_mounts = pytest.mark.skipif(os.geteuid() != 0 or not UNSHARE, reason="needs root and the command unshare")
+
+
+def run_after(commands: str, place: Path, job: dict, *options: str, python: str = SYSTEM_PYTHON, **variables: str) -> dict:
+    """Run a job after shell commands, in a mount namespace of its own; further options are for `unshare`."""
+    job = {"setup": "", "tests": ["solve(1)"], "limits": QUICK, **job}
+    done = subprocess.run(
+        [UNSHARE, "-m", *options, "sh", "-ec", f'{commands}\nexec {python} -B "$0/hostile_run.py" "$0"', str(place)],
+        input=json.dumps(job).encode(),
+        capture_output=True,
+        env={"PATH": os.environ["PATH"], "TMPDIR": tempfile.gettempdir(), **variables},
+        cwd="/",
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return json.loads(done.stdout)
+
+
+@in_own_mounts
+def test_mounts_below_a_library_folder_are_read_only(place):
+    find = [SYSTEM_PYTHON, "-c", "import email; print(email.__path__[0], end='')"]
+    folder = subprocess.run(find, capture_output=True, text=True, check=True).stdout
+    commands = f"cd {folder}; mount -t tmpfs -o mode=777 none .; cd {folder}; mkdir 'a b'; mount -t tmpfs -o noexec,mode=777 none 'a b'"
+    program = (HOSTILE / "write_outside.py").read_text()
+    for name in ("", "/a b"):
+        job = {"level": "namespaces", "program": program, "setup": f"SECRET_FOLDER = {folder + name!r}"}
+        assert run_after(commands, place, job)["value"] == "[]"
+
+
 # ---- Honest programs ---------------------------------------------------------------------------------------------------------
 
 HONEST = """

@@ -19,6 +19,7 @@ import errno
 import json
 import os
 import platform
+import re
 import resource
 import select
 import signal
@@ -39,6 +40,7 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 
 NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
+MOUNT_OPTIONS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8}
 FIRST_UID, NOBODY = 0x70000000, 65534  # the first of a range that no distribution assigns; one user per sandbox
 
 # Denied system calls: (number on x86_64, on aarch64).
@@ -278,6 +280,18 @@ def enter_namespaces() -> None:
                 file.write(text)
 
 
+def mounts_from(folder: str) -> list[tuple[str, int]]:
+    """The mount points at and below a folder, with the flags that a user namespace must not take away."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.split(" ")
+            path = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
+            if f"{path}/".startswith(f"{folder}/"):
+                found.append((path, sum(MOUNT_OPTIONS.get(option, 0) for option in fields[5].split(","))))
+    return found
+
+
 def private_view(scratch: str, bytes_of_files: int) -> None:
     """Replace the file system by an empty one in memory with the libraries, read-only, some devices, and /tmp.
 
@@ -290,8 +304,8 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
         target = scratch + path
         os.makedirs(target, exist_ok=True)
         mount(path, target, None, MS_BIND | MS_REC)
-        kept = os.statvfs(target).f_flag & 0xF  # a user namespace must not take away what its owner has set
-        mount(None, target, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
+        for inner, kept in mounts_from(target):
+            mount(None, inner, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
     for link in ("/lib", "/lib64", "/lib32", "/usr/lib64"):
         if os.path.islink(link) and not os.path.lexists(scratch + link):
             os.makedirs(os.path.dirname(scratch + link), exist_ok=True)
