@@ -270,6 +270,26 @@ def test_mounts_below_a_library_folder_are_read_only(place):
         assert run_after(commands, place, job)["value"] == "[]"
 
 
+@in_own_mounts
+@pytest.mark.parametrize("level", ["namespaces", "filter"])
+def test_shared_libraries_may_be_in_any_folder(place, level):
+    """sqlite3 needs a library that is only in a folder of LD_LIBRARY_PATH, as on clusters."""
+    find = (
+        "import _sqlite3, subprocess; print(subprocess.run(['ldd', _sqlite3.__file__], capture_output=True, text=True).stdout)"
+    )
+    found = subprocess.run([SYSTEM_PYTHON, "-c", find], capture_output=True, text=True).stdout
+    libraries = [line.split()[2] for line in found.splitlines() if "libsqlite3" in line]
+    if not libraries:
+        pytest.skip(f"{SYSTEM_PYTHON} has sqlite3 without its library")
+    (place / f"real-{level}").mkdir()
+    (place / f"links-{level}").symlink_to(f"real-{level}")
+    commands = f"cp -L {libraries[0]} {place}/real-{level}; mount --bind /dev/null $(readlink -f {libraries[0]})"
+    program = "import sqlite3\ndef solve(x):\n    return sqlite3.connect(':memory:').execute('select 3').fetchall()"
+    job = {"level": level, "program": program}
+    assert run_after(commands, place, job)["error"][0] == "ImportError"
+    assert run_after(commands, place, job, LD_LIBRARY_PATH=f"{place}/links-{level}")["value"] == "[(3,)]"
+
+
 # ---- Honest programs ---------------------------------------------------------------------------------------------------------
 
 HONEST = """
@@ -398,7 +418,7 @@ def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
         sandbox._run("", "", [], Limits(), "limits")
 
 
-def test_a_stage_that_hangs_is_ended(monkeypatch, tmp_path):
+def test_a_stage_that_hangs_is_ended(level, monkeypatch, tmp_path):
     stage = tmp_path / "stage.py"
     stage.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
     monkeypatch.setattr(sandbox, "STAGE", stage)
@@ -433,6 +453,14 @@ def test_what_dies_with_the_trainer(level, place, tmp_path):
 
 
 # ---- Levels ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_level_where_modules_cannot_be_imported_is_refused(level, monkeypatch):
+    monkeypatch.setattr(sandbox, "_importable", lambda: {"modules": ["decimal", "nowhere"], "libraries": []})
+    sandbox._level.cache_clear()
+    with pytest.raises(ValueError, match=f"{level}: .* failed .ModuleNotFoundError: No module named 'nowhere'"):
+        sandbox.sandbox_level()
+    sandbox._level.cache_clear()
 
 
 def test_a_machine_without_isolation_is_refused(monkeypatch):

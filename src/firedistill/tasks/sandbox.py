@@ -169,13 +169,14 @@ def _level(wanted: str) -> str:
     reasons = []
     for level in (wanted,) if wanted else LEVELS[:2]:
         try:
-            load = _run("import decimal", "", (), Limits(), level).load
+            program = f"import {', '.join(_importable()['modules'])}"
+            load = _run(program, "", (), Limits(cpu_seconds=20, seconds=30, total_seconds=30), level).load
         except SandboxError as error:
             reasons.append(f"{level}: {error}")
             continue
         if load.status != "returned":
-            where = f"the standard library in {os.path.dirname(os.__file__)} cannot be read by another user"
-            reasons.append(f"{level}: {where if load.status == 'raised' else f'a first program failed ({load.status})'}")
+            how = f"{load.error.type}: {load.error.text}" if load.error else load.status
+            reasons.append(f"{level}: a program that imports the standard library failed ({how})")
             continue
         logger.warning("sandbox for programs: %s, %s", level, DESCRIPTIONS[level])
         return level
@@ -211,11 +212,14 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
             "level": level,
             "limits": asdict(limits),
             "scratch": scratch,
+            "libraries": _importable()["libraries"],
             "setup": setup,
             "program": program.encode("utf-8", "replace").decode("utf-8"),
             "tests": [asdict(test) for test in tests],
         }
         answer = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
+    if phase_failed := _sandbox_failure(answer[0]["result"]):
+        raise SandboxError(phase_failed)
     load = _outcome(answer[0])
     details = _details(answer[0]["result"])
     ran = [_outcome(report) for report in answer[1:]]
@@ -227,18 +231,29 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
     return Report(load, tuple(ran), details.get("defined", ()), details.get("remarks", ()))
 
 
-def _ask(job: bytes, scratch: str, seconds: float) -> list[dict[str, Any]]:
+@functools.lru_cache(maxsize=1)
+def _importable() -> dict[str, list[str]]:
+    """What `importable` of sandbox_stage.py finds, outside of any sandbox, and in an interpreter without the packages of this one.
+
+    Raises:
+        SandboxError: it finds nothing in time.
+    """
+    return _ask(b"{}", tempfile.gettempdir(), 120.0)
+
+
+def _ask(job: bytes, scratch: str, seconds: float) -> Any:
     """The stage's answer to a job.
 
     Raises:
         SandboxError: it gives none in time.
     """
+    paths = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # Python itself may need it
     process = subprocess.Popen(
         [sys.executable, "-s", "-S", "-P", "-B", str(STAGE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={"LC_ALL": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0"},  # sets have the same order in every run
+        env={"LC_ALL": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0", **paths},  # sets have the same order in every run
         cwd=scratch,
         start_new_session=True,
     )
@@ -255,8 +270,6 @@ def _ask(job: bytes, scratch: str, seconds: float) -> list[dict[str, Any]]:
     except ValueError as error:
         reason = errors.decode("utf-8", "replace").strip().split("\n")[-1][:500]
         raise SandboxError(reason or f"exit status {process.returncode}, no report") from error
-    if phase_failed := _sandbox_failure(answer[0]["result"]):
-        raise SandboxError(phase_failed)
     return answer
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import ctypes
 import errno
+import importlib
 import json
 import os
 import platform
@@ -253,6 +254,9 @@ def install_landlock(readable: list[str], writable: list[str]) -> None:
 
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 
+# Modules of the standard library that need shared libraries, which may be in any folder (Spack, EasyBuild, Nix, Homebrew).
+EXTENSIONS = ["bz2", "ctypes", "decimal", "hashlib", "lzma", "sqlite3", "uuid", "xml.parsers.expat", "zlib"]
+
 
 def libraries() -> list[str]:
     """The folders with the standard library and the shared libraries, without those inside another one."""
@@ -263,6 +267,21 @@ def libraries() -> list[str]:
         if os.path.isdir(path) and not any(path == other or path.startswith(other + "/") for other in found):
             found.append(path)
     return found
+
+
+def importable() -> dict[str, list[str]]:
+    """The modules of `EXTENSIONS` that this interpreter has, and the shared libraries of theirs that are not in `libraries()`."""
+    modules = []
+    for name in EXTENSIONS:
+        with suppress(ImportError):
+            importlib.import_module(name)
+            modules.append(name)
+    mapped: set[str] = set()
+    if sys.platform == "linux":
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+            mapped = {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
+    folders = tuple(f"{folder}/" for folder in libraries())
+    return {"modules": modules, "libraries": sorted(path for path in mapped if ".so" in path and not path.startswith(folders))}
 
 
 def enter_namespaces() -> None:
@@ -664,6 +683,12 @@ def run_all(job: dict[str, Any], isolation: Isolation) -> list[dict[str, Any]]:
 
 def main() -> int:
     job = json.loads(sys.stdin.buffer.read())
+    if not job:
+        print(json.dumps(importable()))
+        return 0
+    os.environ.pop("LD_LIBRARY_PATH", None)  # has had its effect
+    for path in job["libraries"]:
+        ctypes.CDLL(path)  # found from here on without its file
     level, linux = job["level"], sys.platform == "linux"
     uid = FIRST_UID + os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
