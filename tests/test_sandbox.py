@@ -407,6 +407,31 @@ def test_programs_of_several_threads_run_at_a_time(level):
     assert answers == {number: number for number in range(6)}
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "750000 100000\n"}, 8),
+        ("0::/job/step\n", {"job/cpu.max": "400000 100000\n", "job/step/cpu.max": "max 100000\n"}, 4),
+        (
+            "3:cpuset:/x\n2:cpu,cpuacct:/docker/1\n",
+            {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            2,
+        ),
+        ("2:cpu,cpuacct:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        (None, {}, 64),
+    ],
+)
+def test_quotas_of_control_groups_bound_how_many_programs_run(own, files, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert sandbox.processors(tmp_path, tmp_path / "own") == expected
+
+
 def test_the_same_program_gives_the_same_result_every_time(level):
     text = "list({'a', 'b', 'c', 'd', 'e'})"
     assert len({tuple(run_program("", [Snippet("eval", text)]).outcomes[0].value) for _ in range(3)}) == 1

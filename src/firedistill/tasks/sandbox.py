@@ -20,7 +20,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,25 @@ DESCRIPTIONS = {
 }
 MARGIN = 2.0  # seconds that the stage has for starting and for ending its processes
 
-_PROCESSORS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-AT_ONCE = max(1, _PROCESSORS // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # programs that run at the same time
+
+def processors(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many processors this process has: those it may run on, at most the quotas of its control groups (`docker run --cpus`)."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for folder in (groups / ("cpu" if controllers else "") / part for part in (group, *group.parents)):
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)  # version 1 or 2
+            with suppress(OSError, ValueError):  # there is no such file, or its quota is "max"
+                quota, period = " ".join((folder / file).read_text() for file in files).split()
+                if int(quota) > 0:
+                    count = min(count, math.ceil(int(quota) / int(period)))
+    return count
+
+
+AT_ONCE = max(1, processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))  # programs that run at the same time
 _slots = threading.BoundedSemaphore(AT_ONCE)
 
 
