@@ -290,8 +290,6 @@ def test_shared_libraries_may_be_in_any_folder(place, level):
     assert run_after(commands, place, job, LD_LIBRARY_PATH=f"{place}/links-{level}")["value"] == "[(3,)]"
 
 
-# ---- Honest programs ---------------------------------------------------------------------------------------------------------
-
 HONEST = """
 import asyncio, concurrent.futures, contextlib, os, socket, sqlite3, tempfile, threading
 async def seven():
@@ -311,13 +309,51 @@ def write(x):
         file.write(b"12")
         return file.tell()
 """
+HONEST_VALUE = repr((7, 30, b"x", [(3,)]))
+AS_NOBODY = "setpriv --reuid 65534 --regid 65534 --clear-groups"
+FEW_RIGHTS = {
+    "root without CAP_SYS_ADMIN": "setpriv --bounding-set -sys_admin",
+    "the only user of a user namespace": f"{AS_NOBODY} unshare -r",
+}
+
+
+@in_own_mounts
+@pytest.mark.parametrize("level", ["namespaces", "filter"])
+@pytest.mark.parametrize("prefix", FEW_RIGHTS.values(), ids=FEW_RIGHTS)
+def test_root_in_containers(place, level, prefix):
+    """Root has its own user namespace where it may not do more, and stays the only user where there is no other."""
+
+    def of(program: str) -> dict:
+        job = {"level": level, "program": program, "setup": "SECRET_FOLDER = '/var/tmp'; PARENT = 1"}
+        return run_after("", place, job, python=f"{prefix} {SYSTEM_PYTHON}")
+
+    assert of(HONEST)["value"] == HONEST_VALUE
+    for name in ("fork_bomb", "namespaces_again", "raises_limits", "signal_by_file", "truncates", "write_outside"):
+        report, (loads, tests, values) = of((HOSTILE / f"{name}.py").read_text()), EXPECTED[name]
+        assert report["load"] in loads and report["tests"][0] in tests, report
+        assert report["tests"][0] != "returned" or report["value"] in values
+    assert (
+        of("import os\ndef solve(x):\n    return os.getuid() == 0 and int(open('/proc/self/status').read())")["value"] != "True"
+    )
+
+
+@in_own_mounts
+def test_root_that_can_neither_change_nor_be_limited_is_refused(place):
+    for prefix, reason in (
+        ("unshare -r", "root is the only user of this user namespace, and the number of its processes has no limit"),
+        ("setpriv --bounding-set -all", "root cannot become user"),
+    ):
+        assert reason in run_after("", place, {"level": "filter", "program": ""}, python=f"{prefix} {SYSTEM_PYTHON}")["failed"]
+
+
+# ---- Honest programs ---------------------------------------------------------------------------------------------------------
 
 
 def test_honest_programs_find_what_they_need(cell, place):
     who, level, _ = cell
     tests = ["solve(1)", "write(1)"] if level == "namespaces" else ["solve(1)"]
     report = run(place, who, {"level": level, "program": HONEST, "tests": tests, "limits": {}})
-    assert report["value"] == repr((7, 30, b"x", [(3,)])) and set(report["tests"]) == {"returned"}, report
+    assert report["value"] == HONEST_VALUE and set(report["tests"]) == {"returned"}, report
 
 
 @pytest.fixture

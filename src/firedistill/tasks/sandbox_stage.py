@@ -36,7 +36,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 # ---- System calls --------------------------------------------------------------------------------------------------------------
 
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
@@ -284,19 +284,61 @@ def importable() -> dict[str, list[str]]:
     return {"modules": modules, "libraries": sorted(path for path in mapped if ".so" in path and not path.startswith(folders))}
 
 
-def enter_namespaces() -> None:
+def user_of_its_own() -> int | None:
+    """The user that programs become where the caller is root; None if it is not, or if it is the only user of its user namespace.
+
+    Raises:
+        OSError: there is no other user, and the kernel does not limit the processes of this one, which is root outside as well.
+    """
+    if os.geteuid() != 0:
+        return None
+    for uid in (FIRST_UID + os.getpid(), NOBODY):
+        if is_mapped(uid, "uid_map") and is_mapped(uid, "gid_map"):
+            return uid
+    if not limits_processes():
+        raise OSError(errno.EPERM, "root is the only user of this user namespace, and the number of its processes has no limit")
+    return None
+
+
+def is_mapped(number: int, file: str) -> bool:
+    """Whether the user namespace has a user, or group, of this number."""
+    with open(f"/proc/self/{file}") as ranges:
+        return any(int(first) <= number < int(first) + int(count) for first, _, count in map(str.split, ranges))
+
+
+def limits_processes() -> bool:
+    """Whether RLIMIT_NPROC has an effect for this user."""
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+        try:
+            os.fork()
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def enter_namespaces(isolation: Isolation) -> None:
     """New namespaces for this process; PIDs are new for those that it forks.
+
+    Root without CAP_SYS_ADMIN, as in many containers, becomes the user of the programs here, and has a user namespace like other users.
 
     Raises:
         OSError: the kernel or its settings do not permit them.
     """
-    uid, gid, root = os.getuid(), os.getgid(), os.geteuid() == 0
     flags = NEWNS | NEWUTS | NEWIPC | NEWPID | NEWNET
-    checked(libc.unshare(flags if root else flags | NEWUSER), "unshare")
-    if not root:
-        for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+    if isolation.uid is not None:
+        if libc.unshare(flags) == 0:
+            return
+        isolation.drop_root()
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by the change of user
+        prctl(PR_SET_DUMPABLE, 1)  # also cleared; without it, /proc/self belongs to root
+    uid, gid = os.getuid(), os.getgid()
+    checked(libc.unshare(flags | NEWUSER), "unshare")
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def mounts_from(folder: str) -> list[tuple[str, int]]:
@@ -389,9 +431,9 @@ def prefer_to_kill() -> None:
 class Isolation:
     """What each process of a test does to itself, prepared before the first one."""
 
-    def __init__(self, job: dict[str, Any], uid: int):
+    def __init__(self, job: dict[str, Any]):
         self.level, self.limits, self.scratch = job["level"], job["limits"], job["scratch"]
-        self.uid = uid if os.geteuid() == 0 else None
+        self.uid = user_of_its_own()
         self.filter: bytes | None = None
         self.processes = self.limits["processes"]
         if self.level != "limits":
@@ -407,31 +449,31 @@ class Isolation:
         set_limits(self.limits, self.processes)
         if sys.platform == "linux" and self.level != "namespaces":  # there, the namespace's first process has done it
             prefer_to_kill()
-        if self.uid is not None:
-            self._drop_root(self.uid)
+        self.drop_root()
         if self.level == "limits":
             return
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        if self.level == "namespaces":
-            none = struct.pack("IIIIII", 0, 0, 0, 0, 0, 0)
-            checked(libc.capset(struct.pack("Ii", 0x20080522, 0), none), "capset")
-        else:
+        none = struct.pack("IIIIII", 0, 0, 0, 0, 0, 0)
+        checked(libc.capset(struct.pack("Ii", 0x20080522, 0), none), "capset")
+        if self.level == "filter":
             install_landlock(libraries(), [*filter(os.path.exists, DEVICES)])
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # cleared by the change of user
         if self.filter is not None:
             install_seccomp(self.filter)
 
-    @staticmethod
-    def _drop_root(uid: int) -> None:
-        os.setgroups([])
-        for candidate in (uid, NOBODY):
-            try:
-                os.setresgid(candidate, candidate, candidate)
-                os.setresuid(candidate, candidate, candidate)
-                return
-            except OSError as error:  # a user namespace of a container maps few users
-                if candidate == NOBODY:
-                    raise OSError(error.errno, f"setuid: {error.strerror}") from error
+    def drop_root(self) -> None:
+        """Become the user of the programs, if there is one, once."""
+        if self.uid is None:
+            return
+        try:
+            os.setgroups([])
+            os.setresgid(self.uid, self.uid, self.uid)
+            os.setresuid(self.uid, self.uid, self.uid)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"root cannot become user {self.uid} (CAP_SETUID, CAP_SETGID): {error.strerror}"
+            ) from error
+        self.uid = None
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------------------
@@ -690,17 +732,15 @@ def main() -> int:
     for path in job["libraries"]:
         ctypes.CDLL(path)  # found from here on without its file
     level, linux = job["level"], sys.platform == "linux"
-    uid = FIRST_UID + os.getpid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     if linux:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    shared_user = os.geteuid() != 0
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2] if part.isdigit()) if linux else (0,)
-    isolation = Isolation(job, uid)
-    if linux and shared_user and (level != "namespaces" or kernel < (5, 14)):
+    isolation = Isolation(job)
+    if linux and isolation.uid is None and (level != "namespaces" or kernel < (5, 14)):
         isolation.processes += processes_of_user()
     if level == "namespaces":
-        enter_namespaces()
+        enter_namespaces(isolation)
         child = os.fork()
         if child:
             os.close(1)
@@ -713,7 +753,7 @@ def main() -> int:
         if linux:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
         os.chdir(job["scratch"])
-        if os.geteuid() == 0:
+        if isolation.uid is not None:
             os.chmod(job["scratch"], 0o777)
     reports = json.dumps(run_all(job, isolation)).encode()
     while reports:
