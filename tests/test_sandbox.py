@@ -346,6 +346,12 @@ def test_root_that_can_neither_change_nor_be_limited_is_refused(place):
         assert reason in run_after("", place, {"level": "filter", "program": ""}, python=f"{prefix} {SYSTEM_PYTHON}")["failed"]
 
 
+@in_own_mounts
+@pytest.mark.parametrize("level", ["namespaces", "filter"])
+def test_the_umask_of_the_caller_does_not_matter(place, level):
+    assert run_after("umask 077", place, {"level": level, "program": HONEST})["value"] == HONEST_VALUE
+
+
 # ---- Honest programs ---------------------------------------------------------------------------------------------------------
 
 

@@ -359,6 +359,7 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
     Args:
         scratch: an empty folder to build it on.
     """
+    os.umask(0o022)  # the user of the programs is another one
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     for path in libraries():
