@@ -352,6 +352,34 @@ def test_the_umask_of_the_caller_does_not_matter(place, level):
     assert run_after("umask 077", place, {"level": level, "program": HONEST})["value"] == HONEST_VALUE
 
 
+@in_own_mounts
+@pytest.mark.parametrize("prefix", ["", AS_NOBODY], ids=["root", "nobody"])
+@pytest.mark.parametrize("parent", ["/tmp", "/dev/shm"])
+def test_python_may_be_in_a_folder_for_temporary_files(place, parent, prefix):
+    """Programs write to /tmp of their own, but not to its folders with libraries."""
+    program = (
+        HONEST
+        + """
+def replace(x):
+    done, own = [], os.path.dirname(os.__file__)
+    while own not in ("/tmp", "/dev/shm"):
+        for change in (lambda: os.rename(own, "/tmp/other"), lambda: os.chmod(own, 0o777), lambda: open(f"{own}/new", "w").close()):
+            try:
+                change()
+                done.append(own)
+            except OSError:
+                pass
+        own = os.path.dirname(own)
+    return done
+"""
+    )
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        commands = f"cd {folder}; chmod 755 .; mkdir -p a/lib a/bin; cp -L {SYSTEM_PYTHON} a/bin; mount --bind /usr/lib a/lib"
+        job = {"level": "namespaces", "program": program, "tests": ["replace(1)", "solve(1)", "write(1)"]}
+        report = run_after(commands, place, job, python=f"{prefix} {folder}/a/bin/{Path(SYSTEM_PYTHON).name}")
+    assert report.get("value") == "[]" and report["tests"] == ["returned"] * 3, report
+
+
 # ---- Honest programs ---------------------------------------------------------------------------------------------------------
 
 

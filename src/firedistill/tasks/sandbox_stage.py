@@ -362,23 +362,29 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
     os.umask(0o022)  # the user of the programs is another one
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
+    os.mkdir(f"{scratch}/dev")
+    os.mkdir(f"{scratch}/tmp")
+    mount("tmpfs", f"{scratch}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={bytes_of_files},nr_inodes=4096,mode=1777")
+    covers = {scratch + "/".join(path.split("/")[:3]) for path in libraries() if path.startswith("/tmp/")}
+    for cover in covers:  # a mount point cannot be renamed, so that no program puts its own libraries there
+        os.mkdir(cover)
+        mount(cover, cover, None, MS_BIND)
     for path in libraries():
         target = scratch + path
         os.makedirs(target, exist_ok=True)
         mount(path, target, None, MS_BIND | MS_REC)
         for inner, kept in mounts_from(target):
             mount(None, inner, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV | kept)
+    for cover in covers:
+        mount(None, cover, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     for link in ("/lib", "/lib64", "/lib32", "/usr/lib64"):
         if os.path.islink(link) and not os.path.lexists(scratch + link):
             os.makedirs(os.path.dirname(scratch + link), exist_ok=True)
             os.symlink(os.readlink(link), scratch + link)
-    os.mkdir(f"{scratch}/dev")
     for device in DEVICES:
         with open(scratch + device, "w"):
             pass
         mount(device, scratch + device, None, MS_BIND)
-    os.mkdir(f"{scratch}/tmp")
-    mount("tmpfs", f"{scratch}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={bytes_of_files},nr_inodes=4096,mode=1777")
     mount(None, scratch, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir(scratch)
     checked(libc.syscall(DENIED["pivot_root"][machine_column()], b".", b"."), "pivot_root")
