@@ -337,6 +337,17 @@ def test_root_in_containers(place, level, prefix):
     )
 
 
+@pytest.mark.parametrize(("users", "different"), [(2**32 - 1, True), (65536, True), (65535, False)])
+def test_programs_of_root_are_different_users_if_a_container_has_as_many(users, different, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox_stage, "is_mapped", lambda number, file: number < users and (different or number == 65534))
+    found = set()
+    for pid in (400, 401, 4_194_303):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        found.add(sandbox_stage.user_of_its_own())
+    assert len(found) == (3 if different else 1) and all(1000 < uid < users for uid in found)
+
+
 @in_own_mounts
 def test_root_that_can_neither_change_nor_be_limited_is_refused(place):
     for prefix, reason in (

@@ -42,7 +42,8 @@ NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_OPTIONS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8}
-FIRST_UID, NOBODY = 0x70000000, 65534  # the first of a range that no distribution assigns; one user per sandbox
+# One user per sandbox: of a range that no distribution assigns, else, in containers with 65,536 users, of the one for dynamic users.
+FIRST_UID, FIRST_DYNAMIC_UID, DYNAMIC_UIDS, NOBODY = 0x70000000, 61184, 4336, 65534
 
 # Denied system calls: (number on x86_64, on aarch64).
 DENIED: dict[str, tuple[int, int]] = {
@@ -292,7 +293,7 @@ def user_of_its_own() -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    for uid in (FIRST_UID + os.getpid(), NOBODY):
+    for uid in (FIRST_UID + os.getpid(), FIRST_DYNAMIC_UID + os.getpid() % DYNAMIC_UIDS, NOBODY):
         if is_mapped(uid, "uid_map") and is_mapped(uid, "gid_map"):
             return uid
     if not limits_processes():
