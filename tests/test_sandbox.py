@@ -588,6 +588,27 @@ def test_a_machine_without_isolation_is_refused(monkeypatch):
     sandbox._level.cache_clear()
 
 
+@pytest.mark.parametrize("wanted", ["", "filter"])
+def test_python_in_a_private_folder_of_root_is_named(wanted, place, monkeypatch):
+    """The other user of programs cannot read it at any level, `limits` among them."""
+    private = place / f"private{wanted}"
+    (private / "lib").mkdir(parents=True)
+    private.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(os, "__file__", str(private / "lib" / "os.py"))
+    monkeypatch.setattr(sandbox, "_importable", lambda: {"modules": ["decimal"], "libraries": []})
+    lacks = sandbox.Outcome("raised", error=sandbox.Raised("ModuleNotFoundError", "No module named 'decimal'"))
+    monkeypatch.setattr(sandbox, "_run", lambda *arguments: sandbox.Report(lacks, ()))
+    monkeypatch.setenv("FIREDISTILL_SANDBOX", wanted)
+    sandbox._level.cache_clear()
+    with pytest.raises(
+        ValueError, match=rf"may not enter {private}, .* `chmod o\+x {private}`, or install Python .*uv"
+    ) as raised:
+        sandbox.sandbox_level()
+    assert "limits" not in str(raised.value)
+    sandbox._level.cache_clear()
+
+
 # ---- Comparison --------------------------------------------------------------------------------------------------------------
 
 

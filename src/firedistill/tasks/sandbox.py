@@ -183,7 +183,7 @@ def _level(wanted: str) -> str:
         raise ValueError(f"{LEVEL_VARIABLE} is {wanted!r}; expected one of {', '.join(LEVELS)}")
     if os.name != "posix":
         raise ValueError("programs run on Linux, or on other Unix systems at the level limits; this system has no fork")
-    reasons = []
+    reasons, imports_fail = [], False
     for level in (wanted,) if wanted else LEVELS[:2]:
         try:
             program = f"import {', '.join(_importable()['modules'])}"
@@ -192,13 +192,25 @@ def _level(wanted: str) -> str:
             reasons.append(f"{level}: {error}")
             continue
         if load.status != "returned":
+            imports_fail |= load.status == "raised"
             how = f"{load.error.type}: {load.error.text}" if load.error else load.status
             reasons.append(f"{level}: a program that imports the standard library failed ({how})")
             continue
         logger.warning("sandbox for programs: %s, %s", level, DESCRIPTIONS[level])
         return level
     advice = "" if wanted else f". {LEVEL_VARIABLE}=limits runs programs with {DESCRIPTIONS['limits']}"
+    if imports_fail and os.geteuid() == 0 and (private := _private_folder()):
+        advice = (
+            f". Programs of root run as another user, who may not enter {private}, where Python is: `chmod o+x {private}`, "
+        )
+        advice += "or install Python in another folder (with uv: UV_PYTHON_INSTALL_DIR=/opt/python)"
     raise ValueError(f"programs of models cannot be isolated on this machine ({'; '.join(reasons)}){advice}")
+
+
+def _private_folder() -> Path | None:
+    """The outermost folder around the standard library that other users may not enter."""
+    folders = reversed(Path(os.__file__).resolve().parents)
+    return next((folder for folder in folders if not folder.stat().st_mode & 1), None)
 
 
 # ---- Running ----------------------------------------------------------------------------------------------------------------
