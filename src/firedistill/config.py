@@ -368,9 +368,9 @@ class SelfDistillConfig(TrainingArguments):
         effect="none",
     )
     stop_within: float | None = run_setting(
-        30.0,
-        "Seconds that a run may take to stop after SIGTERM or Ctrl-C. The step or evaluation that is not finished then is dropped; "
-        "'none' finishes it.",
+        20.0,
+        "Seconds that a run may take to stop after SIGTERM or Ctrl-C, before it saves a checkpoint. The step or evaluation that is not "
+        "finished then is dropped; 'none' finishes it. Schedulers often kill after 30 s.",
         effect="none",
         above=0,
     )
