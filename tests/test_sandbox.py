@@ -65,8 +65,9 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place():
+def place(tmp_path_factory):
     """A folder with copies of the sandbox that everyone can read, and one with secrets that only its owner can."""
+    tmp_path_factory.getbasetemp()  # of all tests, so not in the folder below
     folder = Path(tempfile.mkdtemp(prefix="hostile-"))
     folder.chmod(0o755)
     for path in (sandbox.STAGE, Path(sandbox.__file__)):
@@ -251,7 +252,7 @@ def run_after(commands: str, place: Path, job: dict, *options: str, python: str 
         [UNSHARE, "-m", *options, "sh", "-ec", f'{commands}\nexec {python} -B "$0/hostile_run.py" "$0"', str(place)],
         input=json.dumps(job).encode(),
         capture_output=True,
-        env={"PATH": os.environ["PATH"], "TMPDIR": tempfile.gettempdir(), **variables},
+        env={"PATH": os.environ["PATH"], "TMPDIR": tempfile.gettempdir()} | variables,
         cwd="/",
         timeout=60,
     )
@@ -265,9 +266,11 @@ def test_mounts_below_a_library_folder_are_read_only(place):
     folder = subprocess.run(find, capture_output=True, text=True, check=True).stdout
     commands = f"cd {folder}; mount -t tmpfs -o mode=777 none .; cd {folder}; mkdir 'a b'; mount -t tmpfs -o noexec,mode=777 none 'a b'"
     program = (HOSTILE / "write_outside.py").read_text()
+    (place / "link").symlink_to("scratch")
     for name in ("", "/a b"):
         job = {"level": "namespaces", "program": program, "setup": f"SECRET_FOLDER = {folder + name!r}"}
-        assert run_after(commands, place, job)["value"] == "[]"
+        for scratch in ("scratch", "link"):
+            assert run_after(commands, place, job, TMPDIR=str(place / scratch))["value"] == "[]"
 
 
 @in_own_mounts
@@ -287,7 +290,7 @@ def test_shared_libraries_may_be_in_any_folder(place, level):
     program = "import sqlite3\ndef solve(x):\n    return sqlite3.connect(':memory:').execute('select 3').fetchall()"
     job = {"level": level, "program": program}
     assert run_after(commands, place, job)["error"][0] == "ImportError"
-    assert run_after(commands, place, job, LD_LIBRARY_PATH=f"{place}/links-{level}")["value"] == "[(3,)]"
+    assert run_after(commands, place, job, LD_LIBRARY_PATH=f":.:{place}/links-{level}")["value"] == "[(3,)]"
 
 
 HONEST = """
@@ -346,6 +349,11 @@ def test_programs_of_root_are_different_users_if_a_container_has_as_many(users, 
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
         found.add(sandbox_stage.user_of_its_own())
     assert len(found) == (3 if different else 1) and all(1000 < uid < users for uid in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are Linux's")
+def test_every_user_is_mapped_where_there_are_no_user_namespaces():
+    assert sandbox_stage.is_mapped(0x70000000, "nothing") and not sandbox_stage.is_mapped(2**32 - 1, "uid_map")
 
 
 @in_own_mounts

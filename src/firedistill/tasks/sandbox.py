@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -200,10 +201,8 @@ def _level(wanted: str) -> str:
         return level
     advice = "" if wanted else f". {LEVEL_VARIABLE}=limits runs programs with {DESCRIPTIONS['limits']}"
     if imports_fail and os.geteuid() == 0 and (private := _private_folder()):
-        advice = (
-            f". Programs of root run as another user, who may not enter {private}, where Python is: `chmod o+x {private}`, "
-        )
-        advice += "or install Python in another folder (with uv: UV_PYTHON_INSTALL_DIR=/opt/python)"
+        advice = f". Programs of root run as another user, who may not enter {private}, where Python is: `chmod o+x {private}`"
+        advice += ", or install Python in another folder (with uv: UV_PYTHON_INSTALL_DIR=/opt/python)"
     raise ValueError(f"programs of models cannot be isolated on this machine ({'; '.join(reasons)}){advice}")
 
 
@@ -267,7 +266,7 @@ def _importable() -> dict[str, list[str]]:
     Raises:
         SandboxError: it finds nothing in time.
     """
-    return _ask(b"{}", tempfile.gettempdir(), 120.0)
+    return _ask(b"{}", "/", 120.0)
 
 
 def _ask(job: bytes, scratch: str, seconds: float) -> Any:
@@ -276,13 +275,15 @@ def _ask(job: bytes, scratch: str, seconds: float) -> Any:
     Raises:
         SandboxError: it gives none in time.
     """
-    paths = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # Python itself may need it
+    # Python itself may need it. A relative folder would be one that others may write to.
+    paths = [path for path in re.split("[:;]", os.environ.get("LD_LIBRARY_PATH", "")) if path.startswith("/")]
+    environment = {"LC_ALL": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0"}  # sets have the same order in every run
     process = subprocess.Popen(
         [sys.executable, "-s", "-S", "-P", "-B", str(STAGE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={"LC_ALL": "C.UTF-8", "HOME": "/tmp", "PYTHONHASHSEED": "0", **paths},  # sets have the same order in every run
+        env=environment | ({"LD_LIBRARY_PATH": ":".join(paths)} if paths else {}),
         cwd=scratch,
         start_new_session=True,
     )

@@ -124,7 +124,7 @@ CHANGING_FILES: dict[str, tuple[int, int]] = {
 ALL_BITS = 0xFFFFFFFF
 NONE = 0xFFFFFFFF  # no system call: aarch64 lacks `open`
 OPEN, OPENAT = (2, NONE), (257, 56)
-# Denied values: the call, the position of an argument, the bits of it that count, their value.
+# Denied values: the call, the position of an argument, the bits of it that count (of the lower 32), their value.
 DENIED_VALUES: list[tuple[tuple[int, int], int, int, int]] = [
     ((72, 25), 1, ALL_BITS, 8),  # fcntl F_SETOWN, F_SETSIG, F_SETOWN_EX: a signal to any process of the user
     ((72, 25), 1, ALL_BITS, 10),
@@ -142,12 +142,8 @@ DENIED_VALUES: list[tuple[tuple[int, int], int, int, int]] = [
 # The same for calls of which every other value is denied.
 REQUIRED_VALUES: list[tuple[tuple[int, int], int, int, int]] = [
     ((56, 220), 0, NEW_NAMESPACES, 0),  # clone
-    (
-        (53, 199),
-        0,
-        ALL_BITS,
-        1,
-    ),  # socketpair: of AF_UNIX and SOCK_STREAM, which event loops need; datagrams can be sent elsewhere
+    # socketpair: AF_UNIX and SOCK_STREAM, which event loops need; a datagram can be sent to any address.
+    ((53, 199), 0, ALL_BITS, 1),
     ((53, 199), 1, 0xF, 1),
     ((302, 261), 0, ALL_BITS, 0),  # prlimit: 0 is the caller
 ]
@@ -206,16 +202,9 @@ def seccomp_program(changing_files: bool) -> bytes:
         code += [(equal, 0, 1, numbers[column]), (back, 0, 0, deny)]
     for numbers in ABSENT.values():
         code += [(equal, 0, 1, numbers[column]), (back, 0, 0, absent)]
-    for table, skipped in (
-        (DENIED_VALUES, 0),
-        (REQUIRED_VALUES, 1),
-    ):  # whether the line that denies is skipped if the value is met
+    for table, skipped in ((DENIED_VALUES, 0), (REQUIRED_VALUES, 1)):  # lines to skip if the value is met: none, or the verdict
         for numbers, argument, bits, value in table:
-            code += [
-                (equal, 0, 5, numbers[column]),
-                (load, 0, 0, 16 + 8 * argument),
-                (mask, 0, 0, bits),
-            ]  # 32 bits of the argument
+            code += [(equal, 0, 5, numbers[column]), (load, 0, 0, 16 + 8 * argument), (mask, 0, 0, bits)]
             code += [(equal, skipped, 1 - skipped, value), (back, 0, 0, deny), (load, 0, 0, 0)]
     code.append((back, 0, 0, allow))
     return b"".join(struct.pack("HBBI", *line) for line in code)
@@ -282,7 +271,8 @@ def importable() -> dict[str, list[str]]:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
             mapped = {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
     folders = tuple(f"{folder}/" for folder in libraries())
-    return {"modules": modules, "libraries": sorted(path for path in mapped if ".so" in path and not path.startswith(folders))}
+    shared = sorted(path for path in mapped if re.search(r"\.so(\.[^/]*)?$", path) and not path.startswith(folders))
+    return {"modules": modules, "libraries": shared}
 
 
 def user_of_its_own() -> int | None:
@@ -303,6 +293,8 @@ def user_of_its_own() -> int | None:
 
 def is_mapped(number: int, file: str) -> bool:
     """Whether the user namespace has a user, or group, of this number."""
+    if not os.path.exists(f"/proc/self/{file}"):
+        return True  # the kernel has no user namespaces
     with open(f"/proc/self/{file}") as ranges:
         return any(int(first) <= number < int(first) + int(count) for first, _, count in map(str.split, ranges))
 
@@ -343,7 +335,11 @@ def enter_namespaces(isolation: Isolation) -> None:
 
 
 def mounts_from(folder: str) -> list[tuple[str, int]]:
-    """The mount points at and below a folder, with the flags that a user namespace must not take away."""
+    """The mount points at and below a folder, with the flags that a user namespace must not take away.
+
+    Raises:
+        OSError: there is none; the name of the folder may go through a symbolic link.
+    """
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -351,6 +347,8 @@ def mounts_from(folder: str) -> list[tuple[str, int]]:
             path = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4])
             if f"{path}/".startswith(f"{folder}/"):
                 found.append((path, sum(MOUNT_OPTIONS.get(option, 0) for option in fields[5].split(","))))
+    if not found:
+        raise OSError(errno.EINVAL, f"{folder} is no mount point in /proc/self/mountinfo")
     return found
 
 
@@ -361,16 +359,17 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
         scratch: an empty folder to build it on.
     """
     os.umask(0o022)  # the user of the programs is another one
+    scratch, folders = os.path.realpath(scratch), libraries()
     mount(None, "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.mkdir(f"{scratch}/dev")
     os.mkdir(f"{scratch}/tmp")
     mount("tmpfs", f"{scratch}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={bytes_of_files},nr_inodes=4096,mode=1777")
-    covers = {scratch + "/".join(path.split("/")[:3]) for path in libraries() if path.startswith("/tmp/")}
+    covers = {scratch + "/".join(path.split("/")[:3]) for path in folders if path.startswith("/tmp/")}
     for cover in covers:  # a mount point cannot be renamed, so that no program puts its own libraries there
         os.mkdir(cover)
         mount(cover, cover, None, MS_BIND)
-    for path in libraries():
+    for path in folders:
         target = scratch + path
         os.makedirs(target, exist_ok=True)
         mount(path, target, None, MS_BIND | MS_REC)
