@@ -268,9 +268,25 @@ def test_a_reply_is_found_in_what_models_write(text):
 
 
 @pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"It is \frac{1}{2}, not 3 \times 4, \text{cm} \neq \beta \rightarrow x",) * 2,
+        (r"\(x^2\) \alpha \underline{x} \textbf{y} \{1\} \nu \u00e9", r"\(x^2\) \alpha \underline{x} \textbf{y} \{1\} \nu é"),
+        (r"\\frac{1}{2}, \\(x\\), \\\\ \"q\" \/", r'\frac{1}{2}, \(x\), \\ "q" /'),
+        (r"one\nequation\ttext\r\nnot \u0041", "one\nequation\ttext\r\nnot A"),
+        ("one\ntwo\tthree", "one\ntwo\tthree"),
+    ],
+)  # fmt: skip
+def test_latex_and_line_feeds_in_a_reply_are_kept(written, text):
+    reply = json.dumps(GOOD | {"text": "?"}).replace("?", written)
+    assert read_reply(f"So \\(x\\): {reply}", SCHEMA) == GOOD | {"text": text}
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("", "it holds no JSON object"),
+        ('{"text": "t" "n": 1}', "it holds no JSON object (Expecting ',' delimiter '\"n\": 1}')"),
         ("I would say it is fine.", "it holds no JSON object"),
         ('{"text": "t", "n": 1', "it holds no JSON object"),
         ("[1, 2]", "it holds no JSON object"),

@@ -50,6 +50,13 @@ TYPES: dict[str, tuple[type, str]] = {
 }
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")
 OBJECT = re.compile(r"\{(?=\s{0,99}[\"}])")  # where a JSON object may begin
+# An escape of JSON as group 1, or a backslash of LaTeX, which is none or only looks like one, such as that of \frac.
+BACKSLASH = re.compile(
+    r"\\(?![bf][A-Za-z]"
+    r"|(?:n(?:abla|e|eg|eq|mid|ot|otin|u)|r(?:angle|ceil|floor|ho|ight|ightarrow|m)"
+    r"|t(?:an|anh|au|ext[a-z]{0,2}|frac|heta|ilde|imes|o|op|riangle))(?![A-Za-z]))"
+    r"([\"\\/bfnrt]|u[0-9a-fA-F]{4})|\\"
+)
 
 
 # ---- The file ---------------------------------------------------------------------------------------------------------------
@@ -331,12 +338,15 @@ def limits_of(entry: Mapping[str, Any]) -> tuple[float, float]:
 def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The last JSON object in a text that fits a schema. Other keys than those of the schema are left out.
 
+    Its texts may hold line feeds and LaTeX whose backslashes are not escaped.
+
     Raises:
         ValueError: there is none; says what is wrong with the last object.
     """
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"it has more than {LONGEST_TEXT} characters")
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
+    text = BACKSLASH.sub(lambda match: match[0] if match[1] else "\\\\", text)
+    decoder = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
     problem, found, begin = "it holds no JSON object", None, OBJECT.search(text)
     while begin:
         end = begin.end()
@@ -344,8 +354,10 @@ def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
             value, end = decoder.raw_decode(text, begin.start())
         except RecursionError:
             break  # thousands of braces inside each other, each of which would be tried
+        except json.JSONDecodeError as error:
+            problem = f"it holds no JSON object ({error.msg} {text[error.pos : error.pos + 20]!r})"
         except ValueError:
-            pass
+            pass  # a number that is none, or too long
         else:
             wrong = wrong_object(value, schema)
             found, problem = (found, wrong) if wrong else (value, problem)
