@@ -851,6 +851,21 @@ def test_an_endpoint_that_goes_down_ends_the_run_and_a_resumed_one_goes_on(serve
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_an_account_that_is_refused_ends_the_run_and_a_resumed_one_asks_again(server, checkpoint, tmp_path):
+    server.reply = lambda request, number: Answer("no credit", 400) if number >= 5 else any_reply(request, number)
+    path = judge_file(tmp_path, server, **RUBRIC)
+    with pytest.raises(JudgeError, match="has refused 16 requests in a row, the last with status 400: no credit"):
+        run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=20).train()
+    stored = tmp_path / "run" / "judge" / "replies-0.jsonl"
+    assert [row["refused"] for row in map(json.loads, stored.read_text().splitlines())] == [""] * 5
+    server.reply = any_reply
+    trainer = run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=20)
+    trainer.train()
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 20
+    asked_again = [json.dumps(request) for _, request in server.requests]
+    assert len(set(asked_again)) < len(asked_again)
+
+
 def test_replies_that_are_never_usable_leave_fields_out_or_the_response(server, checkpoint, tmp_path):
     server.reply = lambda request, number: "I cannot judge this."
     run_trainer(checkpoint, tmp_path / "fields", judge=str(judge_file(tmp_path, server)), max_steps=2).train()
@@ -884,6 +899,12 @@ def test_one_request_is_made_before_training(server, checkpoint, tmp_path):
     server.reply = lambda request, number: Answer("gone", 503)
     (finding,) = check_judge(setup)
     assert finding.level == "error" and "one attempt: status 503: gone" in finding.text and str(path) in finding.fix
+    server.reply = lambda request, number: Answer('{"error": "max_tokens is not supported"}', 400)
+    (finding,) = check_judge(setup)
+    assert finding.level == "error" and finding.text.endswith(
+        "refuses to judge toy/train/0: status 400: max_tokens is not supported"
+    )
+    assert "max_tokens: none with extra: {max_completion_tokens: 512}" in finding.fix
     assert list(check_judge(load_setup(run_config(checkpoint, tmp_path / "run"), task=ToyTask()))) == []
 
 

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_REPLY = 2**20  # bytes
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
+MOST_REFUSALS = 16  # in a row, after which it is not the requests that are refused, but the account or a parameter
 LONGEST_RETRY_AFTER = 600.0  # a longer one ends the run, which would do nothing but wait
 SECRET = 8  # characters; a shorter key, such as EMPTY, is a placeholder, and may be part of any text
 CHATS = "/chat/completions"
@@ -90,13 +91,14 @@ class ChatEndpoint:
         self.timeout, self.retries = timeout, retries
         self.key = "" if key is None else read_key(key)
         self.takes_schema = True
+        self.refusals = 0  # in a row
         self._said = 0.0  # when a retry was last logged
         # The client of huggingface_hub: httpx2 from its version 2 on, httpx before.
         self.httpx: Any = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
         self.certificates = self.httpx.create_ssl_context()
 
     async def complete(self, body: Mapping[str, Any], schema: Mapping[str, Any], retries: int | None = None) -> Completion:
-        """The answer to a request. If the server refuses the schema, it is asked without, then and later.
+        """The answer to a request. If the server refuses it, it is asked without the schema; if that is answered, then also later.
 
         Args:
             body: the request without `model` and `response_format`.
@@ -104,9 +106,18 @@ class ChatEndpoint:
             retries: in place of those of the endpoint.
 
         Raises:
-            JudgeError: there is no answer after all attempts, or none is to be expected.
+            JudgeError: there is no answer after all attempts, or none is to be expected, as after `MOST_REFUSALS` in a row.
         """
-        request = {"model": self.model, **body}
+        completion = await self._complete({"model": self.model, **body}, schema, retries)
+        self.refusals = self.refusals + 1 if completion.refused else 0
+        if self.refusals >= MOST_REFUSALS:
+            raise JudgeError(
+                f"the judge at {self.url} has refused {self.refusals} requests in a row, the last with {completion.refused}: "
+                "see to the account, the parameters of the judge file, or the length of its prompts, and continue the run"
+            )
+        return completion
+
+    async def _complete(self, request: Mapping[str, Any], schema: Mapping[str, Any], retries: int | None) -> Completion:
         if not self.takes_schema:
             return await self._ask(request, retries)
         wanted = {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": schema}}

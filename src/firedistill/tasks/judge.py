@@ -413,12 +413,14 @@ class Opinion:
         values: the reply by key; None if none of its replies can be used.
         problem: what is wrong with the last reply that cannot be used; empty without one.
         counts: columns of the log.
+        refused: whether the endpoint does not answer this question.
     """
 
     messages: list[dict[str, str]]
     values: dict[str, Any] | None
     problem: str
     counts: Mapping[str, float]
+    refused: bool = False
 
 
 class Judge:
@@ -517,7 +519,7 @@ class Judge:
             else:
                 return Opinion(messages, values, problem, counts)
         counts["judge_failed"] += 1
-        return Opinion(messages, None, problem, counts)
+        return Opinion(messages, None, problem, counts, bool(completion.refused))
 
     async def _complete(self, messages: list[dict[str, str]], counts: dict[str, float], trial: bool) -> Completion:
         """The completion of these messages: a known one, that of a request that is under way, or a new one."""
