@@ -285,9 +285,9 @@ def test_latex_and_line_feeds_in_a_reply_are_kept(written, text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it holds no JSON object"),
+        ("", "it is empty"),
         ('{"text": "t" "n": 1}', "it holds no JSON object (Expecting ',' delimiter '\"n\": 1}')"),
-        ("I would say it is fine.", "it holds no JSON object"),
+        ("I would say it is fine.", "it holds no JSON object: 'I would say it is fine.'"),
         ('{"text": "t", "n": 1', "it holds no JSON object"),
         ("[1, 2]", "it holds no JSON object"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "ok"}), "the key 'ok' is missing"),
@@ -415,6 +415,23 @@ def test_failures_are_retried_and_then_end_the_run(server, tmp_path):
         server.reply = lambda request, number: Answer("oops", 500)
         asked(judge_file(tmp_path, server, retries=2))
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("choices", "values", "problem"),
+    [
+        ([{"message": {"content": [{"type": "thinking", "thinking": "?"}, {"type": "text", "text": '{"remark": "ok"}'}]}}], "ok", ""),
+        ([{"message": {"reasoning_content": "?"}}], None, "it is empty"),
+        ([{"message": {"content": None, "refusal": "I cannot help."}}], None, "it holds no JSON object: 'I cannot help.'"),
+        ([], None, "it is empty"),
+    ],
+    ids=["parts", "none", "refusal", "filter"],
+)  # fmt: skip
+def test_answers_of_other_forms_are_replies(choices, values, problem, server, tmp_path):
+    server.reply = lambda request, number: Answer(json.dumps({"choices": choices, "usage": {"completion_tokens": 1}}))
+    opinion = asked(judge_file(tmp_path, server, retries=0))
+    assert opinion.values == (values and {"remark": values}) and opinion.problem == problem
+    assert len(server.requests) == (1 if values else 3)
 
 
 def test_endless_slow_and_dropped_answers(server, tmp_path):

@@ -217,17 +217,17 @@ class ChatEndpoint:
             raise JudgeError(f"{where} refuses a request (status {status}: {said})")
         try:
             answer = json.loads(content)
-            choice = answer["choices"][0]
-            text = choice["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            choices, usage = answer["choices"], answer.get("usage")
+            if not choices and usage:
+                choices = [{"message": {}}]  # a filter took the reply
+            choice = choices[0]
+            text = text_of(choice["message"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Unusable(f"its answer is not a chat completion: {said or 'it is empty'}") from error
-        if not isinstance(text, str | None):
-            raise _Unusable(f"its answer is not a chat completion: the content is a {type(text).__name__}")
-        usage = answer.get("usage")
         prompt, reply = (
             whole(usage.get(name)) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")
         )
-        return Completion(text or "", choice.get("finish_reason") == "length", "", prompt, reply)
+        return Completion(text, choice.get("finish_reason") == "length", "", prompt, reply)
 
     async def _not_found(self, content: bytes) -> JudgeError:
         """Status 404: the path is wrong, or the model."""
@@ -288,6 +288,21 @@ def message_of(content: bytes) -> str:
             found = next((found[name] for name in ("error", "message", "detail") if name in found), None)
         text = found if isinstance(found, str) else text
     return " ".join(text.split())[:300]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, which may come in parts, or why the model refuses to reply; empty without either.
+
+    Raises:
+        TypeError, LookupError: the content is something else.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    text = content or message.get("refusal") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"a text is expected, not {type(text).__name__}")
+    return text
 
 
 def retry_after(value: str | None) -> float | None:

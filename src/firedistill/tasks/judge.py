@@ -347,7 +347,8 @@ def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"it has more than {LONGEST_TEXT} characters")
     text = BACKSLASH.sub(lambda match: match[0] if match[1] else "\\\\", text)
     decoder = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
-    problem, found, begin = "it holds no JSON object", None, OBJECT.search(text)
+    problem = f"it holds no JSON object: {shortened(one_line(text), 120)!r}" if text else "it is empty"
+    found, begin = None, OBJECT.search(text)
     while begin:
         end = begin.end()
         try:
