@@ -340,6 +340,10 @@ def test_a_reply_that_cannot_be_used_is_asked_for_again_with_the_reason(server, 
     opinion = judge.begin("q", EXAMPLE, "6").result()
     assert opinion.values is None and opinion.problem == "it ends at max_tokens (512)"
     assert opinion.counts["judge_invalid"] == 3 and opinion.counts["judge_failed"] == 1 and len(server.requests) == 6
+    server.reply = lambda request, number: chat('<think>Maybe {"remark": "draft"} but wait', finish="length")
+    assert judge.begin("q", EXAMPLE, "7").result().problem == "it ends at max_tokens (512)"
+    server.reply = lambda request, number: chat('```json\n{"remark": "Add."}\n```\nThis is', finish="length")
+    assert judge.begin("q", EXAMPLE, "8").result().values == {"remark": "Add."}
 
 
 def test_what_a_judge_writes_stays_inside_its_field(server, tmp_path):

@@ -50,6 +50,7 @@ TYPES: dict[str, tuple[type, str]] = {
 }
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")
 OBJECT = re.compile(r"\{(?=\s{0,99}[\"}])")  # where a JSON object may begin
+OPENING = re.compile(r"\s*(?:```\w*\s*)?\{")  # of a text that is the object itself
 # An escape of JSON as group 1, or a backslash of LaTeX, which is none or only looks like one, such as that of \frac.
 BACKSLASH = re.compile(
     r"\\(?![bf][A-Za-z]"
@@ -508,6 +509,8 @@ class Judge:
                 problem = completion.refused
                 break
             try:
+                if completion.cut and not OPENING.match(completion.text):
+                    raise ValueError("it thinks, and does not come to its answer")
                 values = read_reply(completion.text, self.schema)
             except ValueError as error:
                 problem = f"it ends at max_tokens ({self.file.max_tokens})" if completion.cut else str(error)
