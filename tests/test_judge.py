@@ -460,7 +460,7 @@ def test_endless_slow_and_dropped_answers(server, tmp_path):
             r"refuses a request without a key; .* \(status 401: no such key\)",
         ),
         (Answer("", 302, {"Location": "http://elsewhere/"}), "redirects to 'http://elsewhere/', which is not followed"),
-        (Answer('{"message": "no model"}', 404), "model 'judge' is not one of served"),
+        (Answer('{"message": "no model"}', 404), "for the model 'judge': no model; the model is not one of served$"),
         (Answer("no", 405), r"refuses a request \(status 405: no\)"),
         (Answer("wait", 429, {"Retry-After": "86400"}), "asks to wait for 86400 s"),
         (Answer("wait", 429, {"Retry-After": formatdate(time.time() + 9e5, usegmt=True)}), "asks to wait for"),
@@ -472,6 +472,18 @@ def test_what_no_retry_improves_ends_at_once(answer, message, server, tmp_path):
     with pytest.raises(JudgeError, match=message):
         asked(judge_file(tmp_path, server))
     assert len(server.requests) == 1
+
+
+def test_status_404_does_not_name_the_wrong_cause(server, tmp_path):
+    server.reply = lambda request, number: Answer('{"message": "no endpoints for your data policy"}', 404)
+    server.models = [f"m{number}" for number in range(12)]
+    with pytest.raises(
+        JudgeError, match="for the model 'judge': no endpoints .*; the model is not one of m0, .*, m9 and 2 others$"
+    ):
+        asked(judge_file(tmp_path, server))
+    server.models.append("judge")
+    with pytest.raises(JudgeError, match="for the model 'judge': no endpoints for your data policy$"):
+        asked(judge_file(tmp_path, server))
 
 
 def test_nobody_there(tmp_path):

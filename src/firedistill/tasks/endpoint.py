@@ -234,13 +234,13 @@ class ChatEndpoint:
         served: list[str] = []
         with suppress(Exception):  # the list is a courtesy
             _, _, models = await self._send("GET", "/models")
-            served = [str(entry["id"])[:100] for entry in json.loads(models)["data"]][:10]
-        if served:
-            text = (
-                f"model {self.model!r} is not one of {', '.join(served)}" if self.model not in served else message_of(content)
-            )
-        else:
-            text = f"{message_of(content)}; expected an address such as http://localhost:8000/v1, and a model that it serves"
+            served = [str(entry["id"]) for entry in json.loads(models)["data"]]
+        text = message_of(content)
+        if not served:
+            text += "; expected an address such as http://localhost:8000/v1, and a model that it serves"
+        elif self.model not in served:
+            text += f"; the model is not one of {', '.join(name[:100] for name in served[:10])}"
+            text += f" and {len(served) - 10} others" if len(served) > 10 else ""
         return JudgeError(f"the judge at {self.url} answers with status 404 to {CHATS} for the model {self.model!r}: {text}")
 
 
