@@ -237,6 +237,18 @@ def test_a_request_that_is_refused_fails_alone(server, tmp_path):
     assert judge.begin("q", EXAMPLE, "long").result().counts["judge_cached"] == 1, "a resumed run is the same run"
 
 
+def test_status_403_after_an_answer_is_of_the_request(server, tmp_path):
+    server.reply = lambda request, number: (
+        Answer("flagged", 403) if "flag" in request["messages"][1]["content"] else {"remark": "x"}
+    )
+    judge = Judge(load_judge(judge_file(tmp_path, server)))
+    with pytest.raises(JudgeError, match="refuses a request without a key"):
+        judge.begin("q", EXAMPLE, "flag 1").result()
+    assert judge.begin("q", EXAMPLE, "2").result().values
+    assert judge.begin("q", EXAMPLE, "flag 1").result().problem == "status 403: flagged"
+    assert judge.begin("q", EXAMPLE, "3").result().values and judge.endpoint.takes_schema
+
+
 # Replies
 
 

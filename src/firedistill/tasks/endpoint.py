@@ -91,7 +91,7 @@ class ChatEndpoint:
         self.timeout, self.retries = timeout, retries
         self.key = "" if key is None else read_key(key)
         self.takes_schema = True
-        self.refusals = 0  # in a row
+        self.answered, self.refusals = False, 0  # refusals in a row
         self._said = 0.0  # when a retry was last logged
         # The client of huggingface_hub: httpx2 from its version 2 on, httpx before.
         self.httpx: Any = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
@@ -109,6 +109,7 @@ class ChatEndpoint:
             JudgeError: there is no answer after all attempts, or none is to be expected, as after `MOST_REFUSALS` in a row.
         """
         completion = await self._complete({"model": self.model, **body}, schema, retries)
+        self.answered |= not completion.refused
         self.refusals = self.refusals + 1 if completion.refused else 0
         if self.refusals >= MOST_REFUSALS:
             raise JudgeError(
@@ -199,7 +200,9 @@ class ChatEndpoint:
             JudgeError: none will.
         """
         said = message_of(content)
-        if status in (400, 413, 422):  # of this request, for instance one that is too long
+        if status in (400, 413, 422) or (
+            status == 403 and self.answered
+        ):  # of this request: too long, or against a content policy
             return Completion("", refused=f"status {status}: {said}")
         if status in (408, 409, 425, 429) or status >= 500:
             raise _Unusable(f"status {status}: {said}", retry_after(headers.get("Retry-After")))
