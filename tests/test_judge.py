@@ -450,6 +450,18 @@ def test_answers_of_other_forms_are_replies(choices, values, problem, server, tm
     assert len(server.requests) == (1 if values else 3)
 
 
+@pytest.mark.parametrize("named", ["0", formatdate(0, usegmt=True)])
+def test_a_time_to_retry_that_is_past_is_none(named, server, tmp_path, monkeypatch):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server.reply = lambda request, number: {"remark": "ok"} if number else Answer("busy", 429, {"Retry-After": named})
+    assert asked(judge_file(tmp_path, server)).values and 0.01 <= waits[0] <= 0.02
+
+
 def test_endless_slow_and_dropped_answers(server, tmp_path):
     path = judge_file(tmp_path, server, retries=0, timeout=0.6)
     for answer, message in (

@@ -62,7 +62,7 @@ class _Unusable(Exception):
     """An answer that another attempt may improve.
 
     Attributes:
-        wait: seconds that the server asks to wait for.
+        wait: seconds that the server asks to wait for; None or 0 if it names no time.
     """
 
     def __init__(self, text: str, wait: float | None = None):
@@ -184,7 +184,7 @@ class ChatEndpoint:
         if asked is not None and asked > LONGEST_RETRY_AFTER:
             raise JudgeError(f"the judge at {self.url} asks to wait for {asked:.0f} s ({problem}): continue the run later")
         spread = hashlib.sha256(data + bytes([attempt % 256])).digest()[0] / 255
-        wait = asked if asked is not None else min(2.0 ** (attempt - 1), LONGEST_WAIT) * (0.5 + 0.5 * spread)
+        wait = asked or min(2.0 ** (attempt - 1), LONGEST_WAIT) * (0.5 + 0.5 * spread)
         if time.monotonic() - self._said > 10.0:
             self._said = time.monotonic()
             logger.warning("the judge at %s: %s; asked again in %.1f s", self.url, problem, wait)
