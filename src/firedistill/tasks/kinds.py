@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from firedistill.tasks.answers.numbers import count_normalized, numeric_gold
-from firedistill.tasks.answers.text import boxed_latex
+from firedistill.tasks.answers.text import ANSWER_MARKER, boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.numeric import NumericTask
@@ -21,6 +21,7 @@ from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
 
 FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
+MARKERS_IN_JSON = 8  # `Answer:` may be part of a text of the answer
 MAX_ANSWER_CHARACTERS = 20_000
 _AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -86,8 +87,9 @@ class JsonTask(Task):
     )
 
     def verify(self, example: Example, response: str) -> Verdict:
-        _, marker, rest = response.rpartition("Answer:")
-        submitted = canonical_json(fenced(rest)) if marker else None
+        ends = [match.end() for match in ANSWER_MARKER.finditer(response)][-MARKERS_IN_JSON:]
+        rests = (canonical_json(fenced(response[end:])) for end in reversed(ends))
+        submitted = next((value for value in rests if value is not None), None)
         correct = submitted == example.answer
         lenient = correct or canonical_json(fenced(response)) == example.answer
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
@@ -245,9 +247,9 @@ def _text(value: Any, subject: str) -> str:
 
 def final_line(response: str) -> str | None:
     """What follows the last `Answer:` on its line; None if nothing does."""
-    _, marker, rest = response.rpartition("Answer:")
-    line = rest.split("\n")[0].strip("* \t\r")
-    return line if marker and line else None
+    *_, last = [None, *ANSWER_MARKER.finditer(response)]
+    line = "" if last is None else response[last.end() :].split("\n")[0].strip("* \t\r")
+    return line or None
 
 
 def last_line(response: str) -> str:
@@ -299,7 +301,7 @@ def refuse_constant(name: str) -> Any:
 def canonical_json(text: str) -> str | None:
     """A JSON value in one spelling; None if the text is none."""
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text.strip(" *_`\t\r\n"), parse_constant=refuse_constant)
         return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError, TypeError):
         return None
