@@ -34,6 +34,7 @@ class ChatServer(ThreadingHTTPServer):
         self.requests, self.headers, self.running, self.most = [], [], 0, 0
         self.lock = threading.Lock()
         self.reply = any_reply
+        self.models = ["served"]
 
     @property
     def url(self):
@@ -63,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
                 server.running -= 1
 
     def do_GET(self):
-        self.send(Answer(json.dumps({"data": [{"id": "served"}]})))
+        self.send(Answer(json.dumps({"data": [{"id": name} for name in self.server.models]})))
 
     def send(self, answer: Answer):
         time.sleep(answer.delay)

@@ -35,6 +35,7 @@ from firedistill.tasks import DataError, TableTask
 from firedistill.tasks.code import CodeTask
 from firedistill.tasks.coroutines import Loop
 from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.tasks.kinds import MathTask, expression, read_gold
 from firedistill.tasks.reading import holds_json, open_rows, rows_of
 from firedistill.tasks.table import SAMPLE
 from firedistill.teacher import Teacher
@@ -501,6 +502,10 @@ VERDICTS = [
     ("exact", "Paris", "Answer: **paris**.", True),
     ("exact", ["Paris", "City of Light"], "It is\nAnswer: city of  light", True),
     ("exact", "Paris", "Paris", False),
+    ("exact", "Paris", "**Answer**: Paris", True),
+    ("exact", "Paris", "### Final answer\uff1a Paris", True),
+    ("exact", "Paris", "__ANSWER :__ Paris", True),
+    ("exact", "Paris", "Answer: Paris\nAnswer: Rome", False),
     ("exact", True, "Answer: True", True),
     ("exact", 1.0, "Answer: 1", True),
     ("exact", [7.0, "seven"], "Answer: 7", True),
@@ -512,6 +517,11 @@ VERDICTS = [
     ("json", {"a": 1, "b": [True]}, 'Answer: {"b": [true], "a": 1.0}', True),
     ("json", '{"a": 1}', 'Answer:\n```json\n{"a": 1}\n```', True),
     ("json", {"a": 1}, 'Answer: {"a": true}', False),
+    ("json", {"a": 1}, '**Answer:** {"a": 1}', True),
+    ("json", {"a": 1}, '**Answer**: `{"a": 1}`', True),
+    ("json", {"a": 1}, '**answer: {"a": 1}**', True),
+    ("json", {"a": "Answer: b"}, 'Answer: {"a": "Answer: b"}', True),
+    ("json", {"a": 1}, 'Answer: {"a": 1}\nAnswer: {"a": 2}', False),
     ("json", {"a": 1}, "Answer: " + "[" * 100_000, False),
     ("json", 1, "Answer: NaN", False),
 ]
@@ -552,12 +562,23 @@ def test_math_is_compared_in_a_process_of_its_own(tmp_path):
     found = load_task([{"problem": f"p{n}", "solution": "So \\boxed{\\frac{1}{2}}."} for n in range(5)], answer="math")
     (one,) = found.examples("train", 1)
     assert one.answer == "\\frac{1}{2}" and found.verify(one, one.solution).correct
-    for right in ("Answer: \\boxed{\\frac12}", "Answer: $0.5$", "Answer: \\boxed{\\frac{2}{4}}", "Answer: 50\\%"):
+    for right in (
+        "Answer: \\boxed{\\frac12}",
+        "Answer: $0.5$",
+        "Answer: \\boxed{\\frac{2}{4}}",
+        "Answer: 50\\%",
+        "Answer: 1/2.",
+        "Answer: x = 0.5.",
+        "**Answer: $0.5$ cm.**",
+        "Answer: \\boxed{0.5.}",
+    ):
         assert found.verify(one, right).correct, right
     proof = tmp_path / "proof"
     code = f"__import__('pathlib').Path('{proof}').touch()"
     for wrong in (
         "Answer: 1/3",
+        "Answer: $1/2$ or $1/3$",
+        "Answer: \\boxed{1/3} or \\boxed{1/2}",
         "Answer:",
         f"Answer: {code}",
         f"Answer: \\boxed{{{code}}}",
@@ -571,6 +592,38 @@ def test_math_is_compared_in_a_process_of_its_own(tmp_path):
     assert not guarded.verify(one, "Answer: 9^{9^{9^{9}}}").failed  # the comparison has its own limit
     assert guarded.verify(one, "Answer: 1/2").correct  # by a new process
     found.kind.scorer.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "stated"),
+    [
+        ("5.", "5"),
+        ("$5$.", "5"),
+        ("$$\\sqrt{2}$$ .", "\\sqrt{2}"),
+        ("\\(x+1\\).", "x+1"),
+        ("\\[5\\]", "5"),
+        ("$12$ cm.", "12"),
+        ("12 cm.", "12 cm"),
+        ("`12`", "12"),
+        ("$12$.**", "12"),
+        ("$\\$12$.", "\\$12"),
+        (".5", ".5"),
+        ("x = $5$.", "x = $5"),
+        ("$5$ or $6$", "5$ or $6"),
+        ("$5$ or 6", "5$ or 6"),
+        ("no real $x$", "no real $x"),
+        ("\\boxed{5.}", "5"),
+        ("\\boxed{$5$} = \\boxed{5}", "5"),
+        ("\\boxed{\\boxed{\\frac{1}{2}}}", "\\frac{1}{2}"),
+        ("\\boxed{6} or \\boxed{5}", None),
+        ("$.$", None),
+        ("", None),
+    ],
+)
+def test_the_expression_of_a_line(line, stated):
+    assert expression(line) == stated
+    if stated:
+        assert read_gold(MathTask.__new__(MathTask), line, "")[0] == stated, "golds are read alike"
 
 
 def test_math_names_its_extra(monkeypatch):

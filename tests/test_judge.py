@@ -237,6 +237,18 @@ def test_a_request_that_is_refused_fails_alone(server, tmp_path):
     assert judge.begin("q", EXAMPLE, "long").result().counts["judge_cached"] == 1, "a resumed run is the same run"
 
 
+def test_status_403_after_an_answer_is_of_the_request(server, tmp_path):
+    server.reply = lambda request, number: (
+        Answer("flagged", 403) if "flag" in request["messages"][1]["content"] else {"remark": "x"}
+    )
+    judge = Judge(load_judge(judge_file(tmp_path, server)))
+    with pytest.raises(JudgeError, match="refuses a request without a key"):
+        judge.begin("q", EXAMPLE, "flag 1").result()
+    assert judge.begin("q", EXAMPLE, "2").result().values
+    assert judge.begin("q", EXAMPLE, "flag 1").result().problem == "status 403: flagged"
+    assert judge.begin("q", EXAMPLE, "3").result().values and judge.endpoint.takes_schema
+
+
 # Replies
 
 
@@ -268,10 +280,26 @@ def test_a_reply_is_found_in_what_models_write(text):
 
 
 @pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"It is \frac{1}{2}, not 3 \times 4, \text{cm} \neq \beta \rightarrow x",) * 2,
+        (r"\(x^2\) \alpha \underline{x} \textbf{y} \{1\} \nu \u00e9", r"\(x^2\) \alpha \underline{x} \textbf{y} \{1\} \nu é"),
+        (r"\\frac{1}{2}, \\(x\\), \\\\ \"q\" \/", r'\frac{1}{2}, \(x\), \\ "q" /'),
+        (r"one\nequation\ttext\r\nnot \u0041", "one\nequation\ttext\r\nnot A"),
+        ("one\ntwo\tthree", "one\ntwo\tthree"),
+    ],
+)  # fmt: skip
+def test_latex_and_line_feeds_in_a_reply_are_kept(written, text):
+    reply = json.dumps(GOOD | {"text": "?"}).replace("?", written)
+    assert read_reply(f"So \\(x\\): {reply}", SCHEMA) == GOOD | {"text": text}
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "it holds no JSON object"),
-        ("I would say it is fine.", "it holds no JSON object"),
+        ("", "it is empty"),
+        ('{"text": "t" "n": 1}', "it holds no JSON object (Expecting ',' delimiter '\"n\": 1}')"),
+        ("I would say it is fine.", "it holds no JSON object: 'I would say it is fine.'"),
         ('{"text": "t", "n": 1', "it holds no JSON object"),
         ("[1, 2]", "it holds no JSON object"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "ok"}), "the key 'ok' is missing"),
@@ -324,6 +352,10 @@ def test_a_reply_that_cannot_be_used_is_asked_for_again_with_the_reason(server, 
     opinion = judge.begin("q", EXAMPLE, "6").result()
     assert opinion.values is None and opinion.problem == "it ends at max_tokens (512)"
     assert opinion.counts["judge_invalid"] == 3 and opinion.counts["judge_failed"] == 1 and len(server.requests) == 6
+    server.reply = lambda request, number: chat('<think>Maybe {"remark": "draft"} but wait', finish="length")
+    assert judge.begin("q", EXAMPLE, "7").result().problem == "it ends at max_tokens (512)"
+    server.reply = lambda request, number: chat('```json\n{"remark": "Add."}\n```\nThis is', finish="length")
+    assert judge.begin("q", EXAMPLE, "8").result().values == {"remark": "Add."}
 
 
 def test_what_a_judge_writes_stays_inside_its_field(server, tmp_path):
@@ -401,6 +433,35 @@ def test_failures_are_retried_and_then_end_the_run(server, tmp_path):
     assert len(server.requests) == 3
 
 
+@pytest.mark.parametrize(
+    ("choices", "values", "problem"),
+    [
+        ([{"message": {"content": [{"type": "thinking", "thinking": "?"}, {"type": "text", "text": '{"remark": "ok"}'}]}}], "ok", ""),
+        ([{"message": {"reasoning_content": "?"}}], None, "it is empty"),
+        ([{"message": {"content": None, "refusal": "I cannot help."}}], None, "it holds no JSON object: 'I cannot help.'"),
+        ([], None, "it is empty"),
+    ],
+    ids=["parts", "none", "refusal", "filter"],
+)  # fmt: skip
+def test_answers_of_other_forms_are_replies(choices, values, problem, server, tmp_path):
+    server.reply = lambda request, number: Answer(json.dumps({"choices": choices, "usage": {"completion_tokens": 1}}))
+    opinion = asked(judge_file(tmp_path, server, retries=0))
+    assert opinion.values == (values and {"remark": values}) and opinion.problem == problem
+    assert len(server.requests) == (1 if values else 3)
+
+
+@pytest.mark.parametrize("named", ["0", formatdate(0, usegmt=True)])
+def test_a_time_to_retry_that_is_past_is_none(named, server, tmp_path, monkeypatch):
+    waits = []
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    server.reply = lambda request, number: {"remark": "ok"} if number else Answer("busy", 429, {"Retry-After": named})
+    assert asked(judge_file(tmp_path, server)).values and 0.01 <= waits[0] <= 0.02
+
+
 def test_endless_slow_and_dropped_answers(server, tmp_path):
     path = judge_file(tmp_path, server, retries=0, timeout=0.6)
     for answer, message in (
@@ -423,7 +484,7 @@ def test_endless_slow_and_dropped_answers(server, tmp_path):
             r"refuses a request without a key; .* \(status 401: no such key\)",
         ),
         (Answer("", 302, {"Location": "http://elsewhere/"}), "redirects to 'http://elsewhere/', which is not followed"),
-        (Answer('{"message": "no model"}', 404), "model 'judge' is not one of served"),
+        (Answer('{"message": "no model"}', 404), "for the model 'judge': no model; the model is not one of served$"),
         (Answer("no", 405), r"refuses a request \(status 405: no\)"),
         (Answer("wait", 429, {"Retry-After": "86400"}), "asks to wait for 86400 s"),
         (Answer("wait", 429, {"Retry-After": formatdate(time.time() + 9e5, usegmt=True)}), "asks to wait for"),
@@ -435,6 +496,18 @@ def test_what_no_retry_improves_ends_at_once(answer, message, server, tmp_path):
     with pytest.raises(JudgeError, match=message):
         asked(judge_file(tmp_path, server))
     assert len(server.requests) == 1
+
+
+def test_status_404_does_not_name_the_wrong_cause(server, tmp_path):
+    server.reply = lambda request, number: Answer('{"message": "no endpoints for your data policy"}', 404)
+    server.models = [f"m{number}" for number in range(12)]
+    with pytest.raises(
+        JudgeError, match="for the model 'judge': no endpoints .*; the model is not one of m0, .*, m9 and 2 others$"
+    ):
+        asked(judge_file(tmp_path, server))
+    server.models.append("judge")
+    with pytest.raises(JudgeError, match="for the model 'judge': no endpoints for your data policy$"):
+        asked(judge_file(tmp_path, server))
 
 
 def test_nobody_there(tmp_path):
@@ -835,6 +908,21 @@ def test_an_endpoint_that_goes_down_ends_the_run_and_a_resumed_one_goes_on(serve
     assert [row["step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_an_account_that_is_refused_ends_the_run_and_a_resumed_one_asks_again(server, checkpoint, tmp_path):
+    server.reply = lambda request, number: Answer("no credit", 400) if number >= 5 else any_reply(request, number)
+    path = judge_file(tmp_path, server, **RUBRIC)
+    with pytest.raises(JudgeError, match="has refused 16 requests in a row, the last with status 400: no credit"):
+        run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=20).train()
+    stored = tmp_path / "run" / "judge" / "replies-0.jsonl"
+    assert [row["refused"] for row in map(json.loads, stored.read_text().splitlines())] == [""] * 5
+    server.reply = any_reply
+    trainer = run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=20)
+    trainer.train()
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 20
+    asked_again = [json.dumps(request) for _, request in server.requests]
+    assert len(set(asked_again)) < len(asked_again)
+
+
 def test_replies_that_are_never_usable_leave_fields_out_or_the_response(server, checkpoint, tmp_path):
     server.reply = lambda request, number: "I cannot judge this."
     run_trainer(checkpoint, tmp_path / "fields", judge=str(judge_file(tmp_path, server)), max_steps=2).train()
@@ -868,6 +956,12 @@ def test_one_request_is_made_before_training(server, checkpoint, tmp_path):
     server.reply = lambda request, number: Answer("gone", 503)
     (finding,) = check_judge(setup)
     assert finding.level == "error" and "one attempt: status 503: gone" in finding.text and str(path) in finding.fix
+    server.reply = lambda request, number: Answer('{"error": "max_tokens is not supported"}', 400)
+    (finding,) = check_judge(setup)
+    assert finding.level == "error" and finding.text.endswith(
+        "refuses to judge toy/train/0: status 400: max_tokens is not supported"
+    )
+    assert "max_tokens: none with extra: {max_completion_tokens: 512}" in finding.fix
     assert list(check_judge(load_setup(run_config(checkpoint, tmp_path / "run"), task=ToyTask()))) == []
 
 

@@ -432,7 +432,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
-        self.requests, self.faults, self.wrong_model = Counter(), [], False
+        self.requests, self.faults, self.wrong_model, self.refuses_adapters = Counter(), [], False, ""
         self.context, self.version, self.models = 4096, "0.32.0", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -469,6 +469,8 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests[self.path] += 1
         if self.path == "/v1/load_lora_adapter":
+            if self.server.refuses_adapters:
+                return self.answer(500, {"error": {"message": self.server.refuses_adapters}})
             if body["lora_name"] in self.server.adapters:
                 return self.answer(400, {"message": "has already been loaded"})
             self.server.adapters[body["lora_name"]] = (Path(body["lora_path"]) / "adapter_model.safetensors").read_bytes()
@@ -628,6 +630,13 @@ def test_a_server_that_stays_broken_is_an_error(faults, message, model, servers,
     servers[0].faults = faults
     with pytest.raises(RolloutError, match=message):
         engine_for(model, servers, tmp_path, patience=0.2).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_an_adapter_that_a_server_cannot_load_is_an_error_at_once(model, servers, tmp_path):
+    servers[0].refuses_adapters = "Call to add_lora method failed: LoRA rank 32 is greater than max_lora_rank 16."
+    with pytest.raises(RolloutError, match="refuses the adapter .* LoRA rank 32 .* a --max-lora-rank of at least lora_r"):
+        engine_for(model, servers, tmp_path, patience=1.0).generate(PROMPTS, GREEDY, seed=0)
+    assert servers[0].requests["/v1/load_lora_adapter"] == 1
 
 
 def test_an_address_that_is_not_that_of_a_vllm_server_is_named(model, servers, tmp_path, monkeypatch):

@@ -362,6 +362,13 @@ def check_judge(setup: Setup) -> Iterator[Finding]:
     except (JudgeError, TaskFault) as error:
         yield Finding("error", "judge", str(error), f"correct {setup.args.judge}, or start the server")
         return
+    if opinion.refused:
+        fix = (
+            f"correct {setup.args.judge}: the key, or parameters that this model does not take (temperature: none; max_tokens: none "
+            "with extra: {max_completion_tokens: 512}), or shorten the prompt"
+        )
+        yield Finding("error", "judge", f"{file.url} refuses to judge {example.uid}: {opinion.problem}", fix)
+        return
     if opinion.values is None:
         fix = "change the prompt, raise max_tokens, or choose another model"
         yield Finding("warning", "judge", f"its reply about {example.uid} cannot be used: {opinion.problem}", fix)

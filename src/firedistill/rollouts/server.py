@@ -265,13 +265,14 @@ class VLLMServerEngine(RemoteEngine):
         return ids, log_probs
 
     def _post(self, server: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """A request that is repeated while the server does not answer or has an internal error."""
+        """A request that is repeated while the server does not answer or has an internal error other than with an adapter."""
         until = time.monotonic() + self.patience
         while True:
             try:
                 return request_json(server, path, body, timeout=max(until - time.monotonic(), 1.0))
             except Refusal as refusal:
-                if refusal.status < 500 and refusal.status not in (408, 425, 429):
+                # "Call to add_lora method failed: LoRA rank 32 is greater ..." has the status 500
+                if (refusal.status < 500 and refusal.status not in (408, 425, 429)) or "add_lora" in str(refusal):
                     raise
                 problem: Exception = refusal
             except OSError as error:  # no connection, a connection that was cut, or a time limit

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_REPLY = 2**20  # bytes
 LONGEST_WAIT = 30.0  # seconds between two attempts, unless the server names a time
+MOST_REFUSALS = 16  # in a row, after which it is not the requests that are refused, but the account or a parameter
 LONGEST_RETRY_AFTER = 600.0  # a longer one ends the run, which would do nothing but wait
 SECRET = 8  # characters; a shorter key, such as EMPTY, is a placeholder, and may be part of any text
 CHATS = "/chat/completions"
@@ -61,7 +62,7 @@ class _Unusable(Exception):
     """An answer that another attempt may improve.
 
     Attributes:
-        wait: seconds that the server asks to wait for.
+        wait: seconds that the server asks to wait for; None or 0 if it names no time.
     """
 
     def __init__(self, text: str, wait: float | None = None):
@@ -90,13 +91,14 @@ class ChatEndpoint:
         self.timeout, self.retries = timeout, retries
         self.key = "" if key is None else read_key(key)
         self.takes_schema = True
+        self.answered, self.refusals = False, 0  # refusals in a row
         self._said = 0.0  # when a retry was last logged
         # The client of huggingface_hub: httpx2 from its version 2 on, httpx before.
         self.httpx: Any = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
         self.certificates = self.httpx.create_ssl_context()
 
     async def complete(self, body: Mapping[str, Any], schema: Mapping[str, Any], retries: int | None = None) -> Completion:
-        """The answer to a request. If the server refuses the schema, it is asked without, then and later.
+        """The answer to a request. If the server refuses it, it is asked without the schema; if that is answered, then also later.
 
         Args:
             body: the request without `model` and `response_format`.
@@ -104,9 +106,19 @@ class ChatEndpoint:
             retries: in place of those of the endpoint.
 
         Raises:
-            JudgeError: there is no answer after all attempts, or none is to be expected.
+            JudgeError: there is no answer after all attempts, or none is to be expected, as after `MOST_REFUSALS` in a row.
         """
-        request = {"model": self.model, **body}
+        completion = await self._complete({"model": self.model, **body}, schema, retries)
+        self.answered |= not completion.refused
+        self.refusals = self.refusals + 1 if completion.refused else 0
+        if self.refusals >= MOST_REFUSALS:
+            raise JudgeError(
+                f"the judge at {self.url} has refused {self.refusals} requests in a row, the last with {completion.refused}: "
+                "see to the account, the parameters of the judge file, or the length of its prompts, and continue the run"
+            )
+        return completion
+
+    async def _complete(self, request: Mapping[str, Any], schema: Mapping[str, Any], retries: int | None) -> Completion:
         if not self.takes_schema:
             return await self._ask(request, retries)
         wanted = {"type": "json_schema", "json_schema": {"name": "reply", "strict": True, "schema": schema}}
@@ -172,7 +184,7 @@ class ChatEndpoint:
         if asked is not None and asked > LONGEST_RETRY_AFTER:
             raise JudgeError(f"the judge at {self.url} asks to wait for {asked:.0f} s ({problem}): continue the run later")
         spread = hashlib.sha256(data + bytes([attempt % 256])).digest()[0] / 255
-        wait = asked if asked is not None else min(2.0 ** (attempt - 1), LONGEST_WAIT) * (0.5 + 0.5 * spread)
+        wait = asked or min(2.0 ** (attempt - 1), LONGEST_WAIT) * (0.5 + 0.5 * spread)
         if time.monotonic() - self._said > 10.0:
             self._said = time.monotonic()
             logger.warning("the judge at %s: %s; asked again in %.1f s", self.url, problem, wait)
@@ -188,7 +200,9 @@ class ChatEndpoint:
             JudgeError: none will.
         """
         said = message_of(content)
-        if status in (400, 413, 422):  # of this request, for instance one that is too long
+        if status in (400, 413, 422) or (
+            status == 403 and self.answered
+        ):  # of this request: too long, or against a content policy
             return Completion("", refused=f"status {status}: {said}")
         if status in (408, 409, 425, 429) or status >= 500:
             raise _Unusable(f"status {status}: {said}", retry_after(headers.get("Retry-After")))
@@ -206,30 +220,30 @@ class ChatEndpoint:
             raise JudgeError(f"{where} refuses a request (status {status}: {said})")
         try:
             answer = json.loads(content)
-            choice = answer["choices"][0]
-            text = choice["message"]["content"]
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            choices, usage = answer["choices"], answer.get("usage")
+            if not choices and usage:
+                choices = [{"message": {}}]  # a filter took the reply
+            choice = choices[0]
+            text = text_of(choice["message"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Unusable(f"its answer is not a chat completion: {said or 'it is empty'}") from error
-        if not isinstance(text, str | None):
-            raise _Unusable(f"its answer is not a chat completion: the content is a {type(text).__name__}")
-        usage = answer.get("usage")
         prompt, reply = (
             whole(usage.get(name)) if isinstance(usage, dict) else 0 for name in ("prompt_tokens", "completion_tokens")
         )
-        return Completion(text or "", choice.get("finish_reason") == "length", "", prompt, reply)
+        return Completion(text, choice.get("finish_reason") == "length", "", prompt, reply)
 
     async def _not_found(self, content: bytes) -> JudgeError:
         """Status 404: the path is wrong, or the model."""
         served: list[str] = []
         with suppress(Exception):  # the list is a courtesy
             _, _, models = await self._send("GET", "/models")
-            served = [str(entry["id"])[:100] for entry in json.loads(models)["data"]][:10]
-        if served:
-            text = (
-                f"model {self.model!r} is not one of {', '.join(served)}" if self.model not in served else message_of(content)
-            )
-        else:
-            text = f"{message_of(content)}; expected an address such as http://localhost:8000/v1, and a model that it serves"
+            served = [str(entry["id"]) for entry in json.loads(models)["data"]]
+        text = message_of(content)
+        if not served:
+            text += "; expected an address such as http://localhost:8000/v1, and a model that it serves"
+        elif self.model not in served:
+            text += f"; the model is not one of {', '.join(name[:100] for name in served[:10])}"
+            text += f" and {len(served) - 10} others" if len(served) > 10 else ""
         return JudgeError(f"the judge at {self.url} answers with status 404 to {CHATS} for the model {self.model!r}: {text}")
 
 
@@ -277,6 +291,21 @@ def message_of(content: bytes) -> str:
             found = next((found[name] for name in ("error", "message", "detail") if name in found), None)
         text = found if isinstance(found, str) else text
     return " ".join(text.split())[:300]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, which may come in parts, or why the model refuses to reply; empty without either.
+
+    Raises:
+        TypeError, LookupError: the content is something else.
+    """
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content if part["type"] == "text")
+    text = content or message.get("refusal") or ""
+    if not isinstance(text, str):
+        raise TypeError(f"a text is expected, not {type(text).__name__}")
+    return text
 
 
 def retry_after(value: str | None) -> float | None:

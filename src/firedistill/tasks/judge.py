@@ -50,6 +50,14 @@ TYPES: dict[str, tuple[type, str]] = {
 }
 NAME = re.compile(r"[A-Za-z_][\w-]{0,63}")
 OBJECT = re.compile(r"\{(?=\s{0,99}[\"}])")  # where a JSON object may begin
+OPENING = re.compile(r"\s*(?:```\w*\s*)?\{")  # of a text that is the object itself
+# An escape of JSON as group 1, or a backslash of LaTeX, which is none or only looks like one, such as that of \frac.
+BACKSLASH = re.compile(
+    r"\\(?![bf][A-Za-z]"
+    r"|(?:n(?:abla|e|eg|eq|mid|ot|otin|u)|r(?:angle|ceil|floor|ho|ight|ightarrow|m)"
+    r"|t(?:an|anh|au|ext[a-z]{0,2}|frac|heta|ilde|imes|o|op|riangle))(?![A-Za-z]))"
+    r"([\"\\/bfnrt]|u[0-9a-fA-F]{4})|\\"
+)
 
 
 # ---- The file ---------------------------------------------------------------------------------------------------------------
@@ -331,21 +339,27 @@ def limits_of(entry: Mapping[str, Any]) -> tuple[float, float]:
 def read_reply(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The last JSON object in a text that fits a schema. Other keys than those of the schema are left out.
 
+    Its texts may hold line feeds and LaTeX whose backslashes are not escaped.
+
     Raises:
         ValueError: there is none; says what is wrong with the last object.
     """
     if len(text) > LONGEST_TEXT:
         raise ValueError(f"it has more than {LONGEST_TEXT} characters")
-    decoder = json.JSONDecoder(parse_constant=refuse_constant)
-    problem, found, begin = "it holds no JSON object", None, OBJECT.search(text)
+    text = BACKSLASH.sub(lambda match: match[0] if match[1] else "\\\\", text)
+    decoder = json.JSONDecoder(parse_constant=refuse_constant, strict=False)
+    problem = f"it holds no JSON object: {shortened(one_line(text), 120)!r}" if text else "it is empty"
+    found, begin = None, OBJECT.search(text)
     while begin:
         end = begin.end()
         try:
             value, end = decoder.raw_decode(text, begin.start())
         except RecursionError:
             break  # thousands of braces inside each other, each of which would be tried
+        except json.JSONDecodeError as error:
+            problem = f"it holds no JSON object ({error.msg} {text[error.pos : error.pos + 20]!r})"
         except ValueError:
-            pass
+            pass  # a number that is none, or too long
         else:
             wrong = wrong_object(value, schema)
             found, problem = (found, wrong) if wrong else (value, problem)
@@ -401,12 +415,14 @@ class Opinion:
         values: the reply by key; None if none of its replies can be used.
         problem: what is wrong with the last reply that cannot be used; empty without one.
         counts: columns of the log.
+        refused: whether the endpoint does not answer this question.
     """
 
     messages: list[dict[str, str]]
     values: dict[str, Any] | None
     problem: str
     counts: Mapping[str, float]
+    refused: bool = False
 
 
 class Judge:
@@ -493,6 +509,8 @@ class Judge:
                 problem = completion.refused
                 break
             try:
+                if completion.cut and not OPENING.match(completion.text):
+                    raise ValueError("it thinks, and does not come to its answer")
                 values = read_reply(completion.text, self.schema)
             except ValueError as error:
                 problem = f"it ends at max_tokens ({self.file.max_tokens})" if completion.cut else str(error)
@@ -505,7 +523,7 @@ class Judge:
             else:
                 return Opinion(messages, values, problem, counts)
         counts["judge_failed"] += 1
-        return Opinion(messages, None, problem, counts)
+        return Opinion(messages, None, problem, counts, bool(completion.refused))
 
     async def _complete(self, messages: list[dict[str, str]], counts: dict[str, float], trial: bool) -> Completion:
         """The completion of these messages: a known one, that of a request that is under way, or a new one."""

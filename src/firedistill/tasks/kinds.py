@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from firedistill.tasks.answers.numbers import count_normalized, numeric_gold
-from firedistill.tasks.answers.text import boxed_latex
+from firedistill.tasks.answers.text import ANSWER_MARKER, boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.numeric import NumericTask
@@ -21,9 +21,11 @@ from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
 
 FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
+MARKERS_IN_JSON = 8  # `Answer:` may be part of a text of the answer
 MAX_ANSWER_CHARACTERS = 20_000
 _AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_DELIMITER = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")  # of a formula in LaTeX
 _MILLIONS = re.compile(r"\d[MB]\b")  # $1.5M is not 1.5; the M of a response may be a unit
 
 
@@ -85,8 +87,9 @@ class JsonTask(Task):
     )
 
     def verify(self, example: Example, response: str) -> Verdict:
-        _, marker, rest = response.rpartition("Answer:")
-        submitted = canonical_json(fenced(rest)) if marker else None
+        ends = [match.end() for match in ANSWER_MARKER.finditer(response)][-MARKERS_IN_JSON:]
+        rests = (canonical_json(fenced(response[end:])) for end in reversed(ends))
+        submitted = next((value for value in rests if value is not None), None)
         correct = submitted == example.answer
         lenient = correct or canonical_json(fenced(response)) == example.answer
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
@@ -130,9 +133,9 @@ def score(gold, answer):
 
     def verify(self, example: Example, response: str) -> Verdict:
         line = final_line(response)
-        submitted = None if line is None else (boxed_latex(line) if "\\boxed{" in line else line.strip(" $"))
+        submitted = None if line is None else expression(line)
         correct = self.equal(example.answer, submitted)
-        other = boxed_latex(response) or last_line(response)
+        other = undelimited(boxed_latex(response) or "") or expression(last_line(response))
         lenient = correct or (other != submitted and self.equal(example.answer, other))
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
 
@@ -215,7 +218,11 @@ def read_gold(kind: Task, value: Any, subject: str) -> tuple[str, str, tuple[str
         return gold, working.strip(), ()
     if isinstance(kind, MathTask):
         inner = boxed_latex(text) if "\\boxed{" in text else None
-        return (inner or text.strip(" $"), text if inner and not text.startswith("\\boxed") else "", ())
+        return (
+            undelimited(inner or "") or expression(text) or text,
+            text if inner and not text.startswith("\\boxed") else "",
+            (),
+        )
     return text, "", ()
 
 
@@ -240,13 +247,31 @@ def _text(value: Any, subject: str) -> str:
 
 def final_line(response: str) -> str | None:
     """What follows the last `Answer:` on its line; None if nothing does."""
-    _, marker, rest = response.rpartition("Answer:")
-    line = rest.split("\n")[0].strip("* \t\r")
-    return line if marker and line else None
+    *_, last = [None, *ANSWER_MARKER.finditer(response)]
+    line = "" if last is None else response[last.end() :].split("\n")[0].strip("* \t\r")
+    return line or None
 
 
 def last_line(response: str) -> str:
-    return next((line.strip(" $") for line in reversed(response.split("\n")) if line.strip()), "")
+    return next((line for line in reversed(response.split("\n")) if line.strip()), "")
+
+
+def expression(line: str) -> str | None:
+    """The expression in LaTeX that a line states: that in `\\boxed{}`, the formula at its beginning if no number follows, or the line.
+
+    None if boxes differ, or there is nothing.
+    """
+    if "\\boxed{" in line:
+        boxes = {undelimited(boxed_latex("\\boxed{" + rest) or "") for rest in line.split("\\boxed{")[1:]} - {""}
+        return boxes.pop() if len(boxes) == 1 else None
+    before, *formulas = _DELIMITER.split(line)
+    alone = len(formulas) == 2 and not undelimited(before) and not re.search(r"[\d=]", formulas[1])
+    return undelimited(formulas[0] if alone else line) or None
+
+
+def undelimited(latex: str) -> str:
+    """An expression without the dollars and the markdown around it and a full stop at its end."""
+    return latex.lstrip(" $*_`").rstrip(" $*_`.")
 
 
 def accepts(example: Example, text: str) -> bool:
@@ -276,7 +301,7 @@ def refuse_constant(name: str) -> Any:
 def canonical_json(text: str) -> str | None:
     """A JSON value in one spelling; None if the text is none."""
     try:
-        value = json.loads(text, parse_constant=refuse_constant)
+        value = json.loads(text.strip(" *_`\t\r\n"), parse_constant=refuse_constant)
         return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError, TypeError):
         return None

@@ -46,10 +46,13 @@ class Replies:
         return self.found.get(key)
 
     def put(self, key: str, completion: Completion) -> None:
-        """Keep a reply. If it cannot be written (a full disk), later calls try again, and the failure is logged once."""
+        """Keep a reply. If it cannot be written (a full disk), later calls try again, and the failure is logged once.
+
+        A refusal is written with the next reply: without one, it may be an account that is refused, and not this request.
+        """
         self.found[key] = completion
         self.waiting.append(json.dumps({"key": key, **asdict(completion)}) + "\n")
-        if self.path is None:
+        if self.path is None or completion.refused:
             return
         try:
             self._write(self.path)

@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 from firedistill.tasks.answers.numbers import stated_values
-from firedistill.tasks.answers.text import MAX_LINE_CHARACTERS, Answer, after_last, boxed, clean, last_line, to_ascii
+from firedistill.tasks.answers.text import (
+    ANSWER_MARKER,
+    MAX_LINE_CHARACTERS,
+    Answer,
+    after_last,
+    boxed,
+    clean,
+    last_line,
+    to_ascii,
+)
 
 
 def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] = ()) -> Answer:
@@ -29,7 +38,7 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
     """
     plain = to_ascii(response)
     for line in reversed(plain.split("\n")):
-        for content in reversed(_MARKER.split(line)[1:]):
+        for content in reversed(ANSWER_MARKER.split(line)[1:]):
             label = _leading_label(content, labels, options)
             if label is not None:
                 return Answer(label, True)
@@ -45,7 +54,6 @@ def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequen
     return any(label is not None and label == gold for label in _lenient_labels(to_ascii(response), labels, options))
 
 
-_MARKER = re.compile(r"(?<![^\W_])answer[\s*_`]{0,8}+:", re.IGNORECASE)
 _MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
@@ -139,7 +147,7 @@ def _is_prose(text: str, end: int) -> bool:
 def _lenient_labels(plain: str, labels: Sequence[str], options: Sequence[str]) -> Iterator[str | None]:
     yield choice_answer(plain, labels, options).value
     yield _mentioned_label(plain, labels)
-    for statement in (boxed(plain), after_last(_CHOICE_PHRASE, plain), after_last(_MARKER, plain)):
+    for statement in (boxed(plain), after_last(_CHOICE_PHRASE, plain), after_last(ANSWER_MARKER, plain)):
         if statement:
             yield _stated_label(statement, labels)
             yield _label_of_text(statement, labels, options)

@@ -385,7 +385,7 @@ def _numbers_in(line: str) -> list[Fraction | None]:
 
 
 def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fraction) -> Fraction | None:
-    """A number with its sign; None if it is part of a time, a ratio, a range or a power."""
+    """A number with its sign; None if it is part of a time, a ratio, a range, a power, or perhaps of `72 000`."""
     number, last = items[index], items[end - 1]
     if end < len(items) and items[end].start == last.end:
         follower = items[end]
@@ -398,6 +398,8 @@ def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fract
     if index == 0:
         return value
     sign, glued = items[index - 1], items[index - 1].end == number.start
+    if _is_integer(sign) and sign.end + 1 == number.start and len(sign.text) <= 3 == len(number.text):
+        return None
     earlier = items[index - 2] if index > 1 else None
     joined = earlier is not None and (earlier.kind == "number" or earlier.text in (")", "%"))
     if _is_foreign(sign) and sign.kind == "symbol":

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from dataclasses import dataclass
 
+ANSWER_MARKER = re.compile(r"(?<![^\W_])answer[\s*_`]{0,8}+[:\uff1a]", re.IGNORECASE)  # Answer: and **Answer**:
 MAX_LINE_CHARACTERS = 2000  # answer lines are shorter; only the end of a longer last line is searched for a number
 
 
@@ -46,6 +47,7 @@ def to_ascii(text: object) -> str:
 CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
 _TAG = re.compile(r"</?\|?[A-Za-z_]{1,20}\|?>")  # <b>, </answer>, <|im_end|>
 _ANGLE_BRACKETS = re.compile(r"\s*+<([^<>]*+)>\s*+")  # <42>
+_GROUPS = re.compile(r"(?<=[0-9])(?:\\[, ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")  # 10\\,000
 _DEGREES = re.compile(r"\^\s{0,3}+\{?\s{0,3}+\\circ(?![A-Za-z])\s{0,3}+\}?")
 _BRACED_POWER = re.compile(r"\^\{([-+]?[0-9]{1,4})\}")
 _SIGNS = {
@@ -76,6 +78,7 @@ def clean(text: str) -> str:
     if "<" in text:
         whole = _ANGLE_BRACKETS.fullmatch(text)
         text = whole[1] if whole else _TAG.sub(" ", CALCULATOR_MARK.sub(" ", text))
+    text = _GROUPS.sub(",", text)
     if "\\" in text:
         text = text.replace(",\\!", ",").replace("\\$", "$").replace("\\%", "%")
         text = _DEGREES.sub("°", text)
