@@ -165,6 +165,9 @@ def wait_for(condition, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
+LONG_RUN = 80  # steps, which take longer than another launcher needs to start
+
+
 @pytest.fixture(scope="module")
 def orphans(tmp_path_factory):
     """A run whose launcher is killed while another launcher tries to start in the same directory; it is resumed afterwards."""
@@ -175,15 +178,16 @@ def orphans(tmp_path_factory):
         open(folder / "second.log", "w") as second,
         open(folder / "third.log", "w") as third,
     ):
-        launcher = torchrun(run, first, steps=40)
+        launcher = torchrun(run, first, steps=LONG_RUN)
         wait_for(lambda: (run / "checkpoint-2").is_dir())
-        intruder = torchrun(run, second, steps=40).wait(120)
+        intruder = torchrun(run, second, steps=LONG_RUN)
+        wait_for(lambda: intruder.poll() is not None or "is training in" in (folder / "second.log").read_text())
         launcher.kill()
         launcher.wait()
         wait_for(lambda: not is_training(run))
         stopped_at = len(read_jsonl(run / "metrics.jsonl"))
-        resumed = torchrun(run, third, steps=40).wait(300)
-    return run, intruder, stopped_at, resumed, {path.stem: path.read_text() for path in folder.glob("*.log")}
+        resumed = torchrun(run, third, steps=LONG_RUN).wait(300)
+    return run, intruder.wait(120), stopped_at, resumed, {path.stem: path.read_text() for path in folder.glob("*.log")}
 
 
 def test_a_second_launcher_is_refused(orphans):
@@ -193,10 +197,12 @@ def test_a_second_launcher_is_refused(orphans):
 
 def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
     run, _, stopped_at, resumed, logs = orphans
-    assert stopped_at < 40 and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
+    assert stopped_at < LONG_RUN and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
     assert "has ended; this process stops after the current step" in logs["first"]
     assert resumed == 0 and f"resuming after step {stopped_at}" in logs["third"]
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, 41)] and finished_step(run) == 40
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, LONG_RUN + 1)] and finished_step(
+        run
+    ) == LONG_RUN
 
 
 # ---- Other launchers ---------------------------------------------------------------------------------------------------------
