@@ -200,9 +200,8 @@ class ChatEndpoint:
             JudgeError: none will.
         """
         said = message_of(content)
-        if status in (400, 413, 422) or (
-            status == 403 and self.answered
-        ):  # of this request: too long, or against a content policy
+        # Of this request: too long, or against a content policy.
+        if status in (400, 413, 422) or (status == 403 and self.answered):
             return Completion("", refused=f"status {status}: {said}")
         if status in (408, 409, 425, 429) or status >= 500:
             raise _Unusable(f"status {status}: {said}", retry_after(headers.get("Retry-After")))
