@@ -200,9 +200,8 @@ def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
     assert stopped_at < LONG_RUN and f"stopped by SIGTERM after step {stopped_at}" in logs["first"]
     assert "has ended; this process stops after the current step" in logs["first"]
     assert resumed == 0 and f"resuming after step {stopped_at}" in logs["third"]
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, LONG_RUN + 1)] and finished_step(
-        run
-    ) == LONG_RUN
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [*range(1, LONG_RUN + 1)]
+    assert finished_step(run) == LONG_RUN
 
 
 # ---- Other launchers ---------------------------------------------------------------------------------------------------------
