@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
-from firedistill import FeedbackField
+from firedistill import FeedbackField, attribution
 from firedistill.attribution import Inspector
 from firedistill.cli import main as cli
 from firedistill.evaluation import answer_examples
+from firedistill.objectives.fire import fire_target
 from tiny import ToyTask, run_config, run_trainer
 
 
@@ -41,6 +44,23 @@ def test_fields_are_attributed(checkpoint, tmp_path):
     assert len(records) == 2 and told == [1, 2] and len(records[0]["alpha"]) == 32
     sums = [full + sum(row[t] for row in records[0]["alpha"]) for t, full in enumerate(records[0]["alpha_full"])]
     assert sums == pytest.approx([1.0] * len(records[0]["tokens"]), abs=1e-4)
+
+
+def test_targets_of_one_chunk_are_held_at_once(checkpoint, tmp_path, monkeypatch):
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", 2)
+    targets, alive = [], []
+
+    def watched(*logits, **settings):
+        alive.append(sum(target() is not None for target in targets))
+        found = fire_target(*logits, **settings)
+        targets.append(weakref.ref(found.log_probs))
+        return found
+
+    monkeypatch.setattr(attribution, "fire_target", watched)
+    monkeypatch.setattr(attribution, "chunks", lambda hidden, *_, **__: [slice(t, t + 1) for t in range(len(hidden))])
+    rollout = max(rollouts, key=lambda rollout: len(rollout.response_ids))
+    found = inspector.inspect(rollout)
+    assert len(found.target.rho) == len(rollout.response_ids) == len(alive) > 2 and set(alive) == {0}
 
 
 def test_what_training_would_not_read_is_not_inspected(checkpoint, tmp_path, caplog):

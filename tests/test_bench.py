@@ -323,6 +323,10 @@ def test_the_end_of_the_budget_interrupts_a_part_that_is_made_later(tmp_path):
     assert missing == ["hangs", "second"] and records["hangs"]["state"] == "interrupted" and len(records["hangs"]["rows"]) == 1
     assert "the budget ended" in lines[0] and records["second"] is None
     assert run_stubs(tmp_path, "hangs", budget=2.0)[0] == []  # it is known to take longer
+    said = []
+    stubs = [parts.Part("hangs", "", 1.0)]
+    (missing,) = parts.run_parts(stubs, tmp_path, 2.0, stub_parts.measure, ("",), say=said.append)
+    assert missing.seconds == pytest.approx(1.2 * records["hangs"]["seconds"]) and not said
 
 
 def test_a_part_that_changes_its_process_is_alone(tmp_path):

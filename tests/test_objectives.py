@@ -284,6 +284,18 @@ def test_responses_with_different_fields_are_grouped(method):
     torch.testing.assert_close(found.gradient, expected.gradient)
 
 
+def test_chunks_of_hard_gradient_excision_are_as_small_as_its_views_need(monkeypatch):
+    asked, world = [], one_prompt([3, 4], [False, False], gap=4.0)
+
+    def watched(hidden, head, distributions=1):
+        asked.append(distributions)
+        return head_module.chunks(hidden, head, distributions)
+
+    monkeypatch.setattr(batches, "chunks", watched)
+    world.run(load_objective("hard_gradient_excision"))
+    assert max(asked) == 8, "logits of the student, the full teacher and three views, which are copied into one tensor"
+
+
 def test_every_token_gradient_respects_the_radius():
     world = one_prompt([40, 30], [True, False], gap=5.0)
     found = world.run(load_objective("fire"), step_scale=3.0)

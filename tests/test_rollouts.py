@@ -35,6 +35,7 @@ from firedistill.rollout import Prompt, Response, Sampling
 from firedistill.rollouts import fixed
 from firedistill.rollouts.decoding import RoomyLayer, can_decode
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.load import close
 from firedistill.rollouts.merging import PackedLinear, can_pack, mergeable_layers, merged_adapter, merged_bytes
 from firedistill.rollouts.sampler import Sampler
 from firedistill.rollouts.sampling import NOT_FINITE, TOO_FEW, candidates, choose_tokens, penalize_repetition
@@ -921,6 +922,15 @@ def test_keys_and_values_are_freed_before_larger_ones_are_made(monkeypatch):
     large = buffers()
     engine.decoder.release()
     assert len(large) == 4 and not any(reference() is not None for reference in large)
+
+
+def test_a_closed_engine_keeps_nothing_and_samples_again():
+    engine = HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=True, fixed=True)
+    expected = engine.generate(PROMPTS, GREEDY, seed=0)
+    assert len(engine.copies) == 14 and engine.decoder.rows == 8
+    close(engine)
+    assert engine.copies == {} and engine.decoder.rows == 0
+    assert engine.generate(PROMPTS, GREEDY, seed=0) == expected
 
 
 @pytest.mark.parametrize(("prompts", "kept"), [(2, True), (3, False)])

@@ -51,6 +51,9 @@ def test_selection_and_weights():
     assert chosen.lengths == [1, 2]
     torch.testing.assert_close(states.token_weights(), torch.tensor([1 / 2] * 2 + [1 / 6] * 6 + [1.0]))
     assert states.select([]).hidden.shape == (0, 32)
+    neighbours = states.select([1, 2])
+    assert torch.equal(neighbours.hidden, states.hidden[2:9]) and neighbours.lengths == [6, 1]
+    assert neighbours.hidden.data_ptr() == states.hidden[2:].data_ptr(), "a view, not a copy"
 
 
 def test_numbers_of_responses_reach_their_tokens_without_a_wait():

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
-from firedistill.rollouts import load, orphans, server, weights
+from firedistill.rollouts import load, orphans, server, vllm, weights
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
@@ -339,12 +340,25 @@ def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(model, monkeypa
         "Event": lambda enable_timing: SimpleNamespace(record=lambda stream: None),
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(vllm, "unused_memory", lambda device: 1e9)
     engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8)
     engine._wake()
     engine._wake()
     engine.close()
     cache = 2 * 2 * 2 * 32 * 2 * 8 * 256  # keys and values of 8 sequences of 100 tokens, in blocks of 128 and with one to spare
     assert engine.weights == "lora" and done == ["release", ("start", 1e-3, cache), "release", "wake up"]
+
+
+@pytest.mark.parametrize(("unused", "given"), [(2e6, 0.6), (0.0, "one response")])
+def test_the_cache_of_vllm_leaves_room_for_the_rest(unused, given, model, tmp_path, monkeypatch, caplog):
+    on_a_gpu(monkeypatch, torch.bfloat16)
+    weights = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    monkeypatch.setattr(vllm, "unused_memory", lambda device: weights + unused)
+    engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=64)
+    engine.scratch = tmp_path
+    one = 2 * 2 * 2 * 32 * 2 * 256
+    assert engine._options()["kv_cache_memory_bytes"] == (one if given == "one response" else int(given * unused)) < 64 * one
+    assert "64 responses of max_context_tokens would take 0.0 GB, so some of them wait" in caplog.text
 
 
 def test_a_base_in_float32_on_a_gpu_is_merged(model, monkeypatch):
@@ -360,6 +374,7 @@ def test_the_largest_rank_of_the_adapter_is_requested(folder, tmp_path, monkeypa
     on_a_gpu(monkeypatch, torch.bfloat16)
     engine = VLLMEngine(adapted, byte_tokenizer(), context=100)
     engine.scratch = tmp_path
+    monkeypatch.setattr(vllm, "unused_memory", lambda device: 1e9)
     assert engine._options()["max_lora_rank"] == 32
 
 
@@ -630,6 +645,22 @@ def test_a_server_that_stays_broken_is_an_error(faults, message, model, servers,
     servers[0].faults = faults
     with pytest.raises(RolloutError, match=message):
         engine_for(model, servers, tmp_path, patience=0.2).generate(PROMPTS, GREEDY, seed=0)
+
+
+def test_a_completion_may_take_a_second_per_token_longer(model, servers, tmp_path, monkeypatch):
+    asked, sent = [], server.request_json
+
+    def request_json(address, path, body, timeout):
+        asked.append((path, timeout))
+        if path == "/v1/completions":
+            raise TimeoutError("timed out")
+        return sent(address, path, body, timeout)
+
+    monkeypatch.setattr(server, "request_json", request_json)
+    with pytest.raises(RolloutError, match=r"has not answered for 7 s \(timed out\)"):
+        engine_for(model, servers[:1], tmp_path, patience=2.0).generate(PROMPTS[:1], replace(GREEDY, max_new_tokens=5), seed=0)
+    assert dict(asked) == {"/v1/models": 2.0, "/version": 2.0, "/v1/load_lora_adapter": 2.0, "/v1/completions": 7.0}
+    assert asked.count(("/v1/completions", 7.0)) == 1, "a server that is silent for so long is not asked again"
 
 
 def test_an_adapter_that_a_server_cannot_load_is_an_error_at_once(model, servers, tmp_path):

@@ -107,6 +107,7 @@ class Inspector:
                 log_prob_floor=self.log_prob_floor,
                 attribution=bool(without),
             )
+            target.log_probs = logits.new_empty(0)  # [C, V] of every chunk would be held
             targets.append(target)
             betas.append(sft_weight(logits, token_ids[chunk], self.step_scale))
         names = [name for name in FireTarget.__dataclass_fields__ if name != "log_probs"]

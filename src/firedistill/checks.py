@@ -117,7 +117,8 @@ def preflight(
     eval_examples: Iterable[Any] | None = None,
     processing_class: PreTrainedTokenizerBase | None = None,
 ) -> Preflight:
-    """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`; a model that is an object stays as it is.
+    """Load what a run needs, and check it. The arguments are those of `SelfDistillTrainer`; a model that is an object
+    keeps its weights; on a GPU, its norms are fused as in training (`fuse_norms`).
 
     Returns:
         The findings, the memory estimate in bytes and the device-dependent defaults. Nothing is trained or written.

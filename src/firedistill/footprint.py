@@ -140,6 +140,8 @@ def _over_layers(model: PreTrainedModel, measure: Callable[[], tuple[float, ...]
 
 def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> dict[str, float]:
     """Bytes by purpose, on the device of the run. It assumes the longest contexts that the settings allow, so it errs high.
+    Hidden states of the views without a field are not in it: 2.7 GB for each copy with a hidden size of 5,120 in half precision, 8
+    responses of 8,192 tokens and four fields.
 
     Returns:
         "model"; "program" (libraries, data; on CPUs only); "adapter, teacher, optimizer"; and the larger one of "sampling" and

@@ -33,14 +33,19 @@ SMALLER_ROLLOUTS = (
 )
 SMALLER_EVALUATIONS = "evaluation does not fit; lower eval_batch_size, max_new_tokens or max_context_tokens"
 TOKENS_PER_FORWARD = 8192  # padded, of a pass that reads given responses
-SHORTER_CONTEXTS = "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, or use quantization nf4"
+# On a GPU, merged copies of the weights, keys and values stay between the phases of sampling.
+SHORTER_CONTEXTS = (
+    "scoring a single response does not fit; lower max_context_tokens or max_new_tokens, set merge_adapter false (on a GPU its copies "
+    "stay in memory), or use quantization nf4"
+)
 LOADING = (
     "use --quantization nf4, --model_dtype bfloat16 or a smaller model, end other programs that hold memory, or raise the memory "
     "limit of the process"
 )
 SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
-    "the same), turn gradient_checkpointing on, and resume with --allow_changes and their names"
+    "the same), turn gradient_checkpointing on, set merge_adapter false (on a GPU its copies stay in memory), and resume with "
+    "--allow_changes and their names"
 )
 
 

@@ -108,7 +108,7 @@ def run_parts(
         say: called with one line per part that was started.
 
     Returns:
-        The parts that are still missing.
+        The parts that are still missing, with the seconds that the next call expects of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     end, worker, missing = time.monotonic() + budget, Worker(measure, arguments, folder), []
@@ -122,7 +122,7 @@ def run_parts(
             if before is not None and before["state"] == INTERRUPTED:
                 expected = max(expected, 1.2 * before["seconds"])
             if expected > left:
-                missing.append(part)
+                missing.append(replace(part, seconds=expected))
                 continue
             if part.alone:
                 worker.end()
@@ -139,7 +139,7 @@ def run_parts(
                 record |= {"state": INTERRUPTED if cut else FAILED, "error": error, "seconds": seconds}
                 write(folder, record)
             if record["state"] == INTERRUPTED:
-                missing.append(part)
+                missing.append(replace(part, seconds=max(part.seconds, 1.2 * seconds)))
             if part.alone or record["state"] == FAILED:
                 worker.end()  # an error of the device stays with its process
             say(f"{part.name}: {summary(record)}")

@@ -27,6 +27,7 @@ from firedistill.models.adapter import compute_in_base_dtype
 from firedistill.models.attention import use_own_attention
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
+from firedistill.models.norms import fuse_norms
 from firedistill.models.states import ResponseStates, score_responses
 from firedistill.objectives import MicroBatch, load_objective
 from firedistill.prompts import PromptEncoder, TokenBudget, student_messages
@@ -127,6 +128,9 @@ class PrescribedSteps:
 
     def __init__(self, sizes: StepSizes, model_sizes: ModelSizes, options: Options):
         base, self.tokenizer = model_of(model_sizes, options)
+        if options.device == "cuda":  # as in training
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            fuse_norms(base)
         torch.manual_seed(0)
         self.model = compute_in_base_dtype(add_lora(base)).to(options.device).train()
         if options.device == "cpu":

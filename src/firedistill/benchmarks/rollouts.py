@@ -70,7 +70,7 @@ def run(sizes: Sizes, options: harness.Options) -> Iterator[harness.Row]:
             if sizes.parts or (loop, adapter) in (("generate", "unmerged"), ("own loop", "merged")):
                 engine.generate(prompts[:4], Sampling(0.8, 0.95, 2), seed=0)  # the first call initializes memory and kernels
                 variants[f"{loop}, {adapter}"] = partial(engine.generate, prompts, sampling, seed=0)
-        if sizes.parts:
+        if sizes.parts and options.device == "cpu":  # eager passes are no bound of a loop that replays graphs
             variants["bare forwards, merged"] = partial(bare_forwards, engine, prompts, sizes.new_tokens)
         case = {"batch": batch, "tokens": sizes.new_tokens}
         with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,10 +118,11 @@ def gpu_command(arguments: Sequence[str], console: Console) -> int:
         wanted = [part.shortened() for part in gpu.PARTS] if options.tiny else gpu.PARTS
         missing = parts.run_parts(wanted, setting.folder, options.budget, gpu.measure, (setting,), options.names, say)
         if missing:
-            seconds = sum(part.seconds for part in missing)
+            seconds, longest = (of(part.seconds for part in missing) for of in (sum, max))
+            more = f" with --budget {math.ceil(longest)} or more" if longest > options.budget else ""
             console.print(
                 f"left for another call: {', '.join(part.name for part in missing)}; together about {seconds:.0f} s, the longest "
-                f"{max(part.seconds for part in missing):.0f} s. The same command continues",
+                f"{longest:.0f} s. The same command{more} continues",
                 soft_wrap=True,
             )
     console.print(f"wrote {write_page(folder)}", soft_wrap=True)

@@ -26,11 +26,12 @@ class ResponseStates:
 
     def select(self, rows: Sequence[int]) -> ResponseStates:
         """The states of some responses, in the given order."""
-        if list(rows) == list(range(len(self.lengths))):
-            return self
+        lengths = [self.lengths[row] for row in rows]
+        if not rows or list(rows) == list(range(rows[0], rows[0] + len(rows))):  # without a copy
+            start = sum(self.lengths[: rows[0]]) if rows else 0
+            return ResponseStates(self.hidden[start : start + sum(lengths)], lengths)
         parts = self.hidden.split(self.lengths)
-        hidden = torch.cat([parts[row] for row in rows]) if rows else self.hidden[:0]
-        return ResponseStates(hidden, [self.lengths[row] for row in rows])
+        return ResponseStates(torch.cat([parts[row] for row in rows]), lengths)
 
     def token_weights(self) -> Tensor:
         """`1 / M_i` at every token of response i; `[M]` float32 (float64 for float64 states)."""

@@ -133,12 +133,18 @@ class MicroBatch:
 
 
 @torch.no_grad()
-def map_tokens(head: Head, states: ResponseStates, function: Callable[[Tensor, slice], Tensor]) -> list[Tensor]:
-    """`function(logits [C, V], chunk)` `[..., C]` over all tokens, logits only in chunks; one `[..., T]` tensor per response."""
+def map_tokens(
+    head: Head, states: ResponseStates, function: Callable[[Tensor, slice], Tensor], distributions: int = 1
+) -> list[Tensor]:
+    """`function(logits [C, V], chunk)` `[..., C]` over all tokens, logits only in chunks; one `[..., T]` tensor per response.
+
+    Args:
+        distributions: tensors `[C, V]` that the function holds at once; chunks are smaller with more of them.
+    """
     if not states.lengths:
         return []
     hidden = states.hidden.detach()
-    parts = [function(head(hidden[chunk]), chunk) for chunk in chunks(hidden, head)]
+    parts = [function(head(hidden[chunk]), chunk) for chunk in chunks(hidden, head, distributions)]
     return (
         list(torch.cat(parts, dim=-1).split(states.lengths, dim=-1)) if parts else [hidden.new_empty(0)] * len(states.lengths)
     )

@@ -389,7 +389,7 @@ class HardGradientExcision(Fire):
 
         target = full
         if removable:
-            scores = map_tokens(batch.head, batch.student, influence)
+            scores = map_tokens(batch.head, batch.student, influence, distributions=2 + 2 * len(without))
             removed = [int(of_response.mean(-1).argmax()) if of_response.numel() else 0 for of_response in scores]
             target = ResponseStates.concatenate([without[j].select([i]) for i, j in enumerate(removed)])
             for j, name in enumerate(removable):

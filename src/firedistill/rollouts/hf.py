@@ -112,10 +112,14 @@ class HFRolloutEngine:
         try:
             yield
         except BaseException:
-            if self.decoder is not None and self.copies is not None:
-                self.decoder.release()
-                self.copies.clear()
+            self.close()
             raise
+
+    def close(self) -> None:
+        """Free what is kept from call to call: merged copies, keys and values, graphs. The next call makes them again."""
+        if self.decoder is not None and self.copies is not None:
+            self.decoder.release()
+            self.copies.clear()
 
     def _sample(
         self,

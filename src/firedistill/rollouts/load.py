@@ -103,5 +103,5 @@ def in_use(engine: RolloutEngine) -> Iterator[None]:
 
 
 def close(engine: RolloutEngine) -> None:
-    """End the processes of an engine that has any."""
+    """End the processes of an engine, and free what it keeps from call to call."""
     getattr(engine, "close", lambda: None)()

@@ -124,7 +124,7 @@ class VLLMServerEngine(RemoteEngine):
         servers: their addresses, `http://host:port`.
         folder: where adapters are written; every server reads the same path.
         sequences: requests at the same time per server.
-        patience: seconds for which a server that fails is retried.
+        patience: seconds for which a server that fails is retried, and for which an answer is awaited beyond a second per token.
         process: index of the trainer's process. The requests of each one begin with the server after those of the one before.
     """
 
@@ -265,11 +265,14 @@ class VLLMServerEngine(RemoteEngine):
         return ids, log_probs
 
     def _post(self, server: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        """A request that is repeated while the server does not answer or has an internal error other than with an adapter."""
-        until = time.monotonic() + self.patience
+        """A request that is repeated while the server refuses or cuts connections, or has an internal error other than with an adapter.
+
+        A completion comes when its last token is sampled, so its time limit is a second per token longer than that of other answers.
+        """
+        limit, failing_since = self.patience + (body or {}).get("max_tokens", 0), None
         while True:
             try:
-                return request_json(server, path, body, timeout=max(until - time.monotonic(), 1.0))
+                return request_json(server, path, body, timeout=max(limit, 1.0))
             except Refusal as refusal:
                 # "Call to add_lora method failed: LoRA rank 32 is greater ..." has the status 500
                 if (refusal.status < 500 and refusal.status not in (408, 425, 429)) or "add_lora" in str(refusal):
@@ -277,8 +280,11 @@ class VLLMServerEngine(RemoteEngine):
                 problem: Exception = refusal
             except OSError as error:  # no connection, a connection that was cut, or a time limit
                 problem = error
-            if time.monotonic() > until:
+            now = time.monotonic()
+            failing_since = failing_since or now
+            if (silent := isinstance(problem, TimeoutError)) or now > failing_since + self.patience:
                 raise RolloutError(
-                    f"{server} has not answered for {self.patience:.0f} s ({problem}); the run resumes from its last checkpoint"
+                    f"{server} has not answered for {limit if silent else self.patience:.0f} s ({problem}); the run resumes from its "
+                    "last checkpoint"
                 )
             time.sleep(RETRY_AFTER)

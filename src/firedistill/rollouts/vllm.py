@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import logging
 import multiprocessing
 import os
 import shutil
@@ -29,6 +30,7 @@ from typing import Any, cast
 import torch
 from peft import LoraConfig, PeftModel
 
+from firedistill.memory import unused_memory
 from firedistill.models.states import unwrap
 from firedistill.rollouts.orphans import STARTED_BY_TRAINER
 from firedistill.rollouts.padding import cache_bytes_per_token, padding_on_cpu
@@ -44,6 +46,10 @@ from firedistill.rollouts.weights import (
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.run.signals import REQUESTS
 
+logger = logging.getLogger(__name__)
+
+# Of the memory beside its weights that vLLM's cache gets on a GPU; the rest is for its activations and CUDA graphs.
+CACHE_SHARE = 0.6
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM accepts as the largest rank
 # What a launcher sets for the trainer's own processes, which would make vLLM join them.
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -159,6 +165,7 @@ class VLLMEngine(RemoteEngine):
     def _options(self) -> dict[str, Any]:
         config = unwrap(self.model).config.get_text_config()
         base: Any = self.model.get_base_model()
+        stored = self.padding.config(config) if self.padding else config
         options: dict[str, Any] = {
             "model": base_checkpoint(self.model, self.scratch, self.padding),
             "dtype": str(base.dtype).removeprefix("torch."),
@@ -168,9 +175,7 @@ class VLLMEngine(RemoteEngine):
             "max_model_len": self.context,
             "max_num_seqs": self.sequences,
             "max_num_batched_tokens": max(self.context, 8192),
-            "kv_cache_memory_bytes": cache_bytes(
-                self.padding.config(config) if self.padding else config, base.dtype, self.context, self.sequences
-            ),
+            "kv_cache_memory_bytes": cache_bytes(stored, base.dtype, self.context, self.sequences),
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
         }
@@ -191,6 +196,17 @@ class VLLMEngine(RemoteEngine):
         if self.device.type == "cuda":
             # vLLM does not start unless this share of the GPU is free. `kv_cache_memory_bytes` alone decides what the cache takes.
             options["gpu_memory_utilization"] = 1e-3
+            weights = sum(p.nbytes for p in base.parameters() if not p.requires_grad)
+            room = max(CACHE_SHARE * (unused_memory(self.device) - weights), cache_bytes(stored, base.dtype, self.context, 1))
+            if room < (wanted := options["kv_cache_memory_bytes"]):
+                options["kv_cache_memory_bytes"] = int(room)
+                logger.warning(
+                    "vLLM's cache gets %.1f GB; %d responses of max_context_tokens would take %.1f GB, so some of them wait for others "
+                    "(lower rollout_batch_size and eval_batch_size, or max_context_tokens, for a smaller cache)",
+                    room / 1e9,
+                    self.sequences,
+                    wanted / 1e9,
+                )
         return options
 
     def _call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

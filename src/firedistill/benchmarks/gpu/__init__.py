@@ -58,5 +58,6 @@ def measure(name: str, setting: Setting) -> tuple[dict[str, Any], Iterator[dict[
     gc.freeze()  # what is left are modules, which the collections between runs need not look at
     if setting.is_gpu:
         torch.cuda.empty_cache()
+        torch.backends.cuda.enable_cudnn_sdp(name == "decoding-transformers")  # training does without
     facts = {"device": setting.device, "tiny": setting.tiny, "hardware": harness.hardware(), "sizes": asdict(setting.sizes)}
     return facts, rows(setting, *more)

@@ -28,11 +28,12 @@ COPY, PRODUCT = "copy", "matrix product"
 def ceilings(setting: Setting) -> Iterator[harness.Row]:
     """What the floors of all other parts are made of, and what the host costs."""
     sizes, device = setting.sizes, setting.device
-    source = torch.randint(256, (sizes.copied,), dtype=torch.uint8, device=device)
+    copied = min(sizes.copied, torch.cuda.mem_get_info()[0] // 4) if setting.is_gpu else sizes.copied
+    source = torch.randint(256, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     several = 10 if setting.is_gpu else 1
-    copy = Variant(partial(target.copy_, source), [(0, 2.0 * sizes.copied)], times=several)
-    yield from timed({"bytes": sizes.copied}, {COPY: copy}, sizes.repeats)
+    copy = Variant(partial(target.copy_, source), [(0, 2.0 * copied)], times=several)
+    yield from timed({"bytes": copied}, {COPY: copy}, sizes.repeats)
     del source, target, copy
     n, shape = sizes.matrix, sizes.shapes["1.5b"]
     for label, (rows, inner, columns) in {

@@ -119,7 +119,7 @@ def slow_lines(records: Sequence[parts.Record], rates: tuple[float, float] | Non
         (times, f"{record['part']}: {row['variant']} ({case_text(row)})")
         for record in records
         for row in record["rows"]
-        if record["part"].startswith("step-") or row["variant"] == AS_IN_TRAINING
+        if record["part"].startswith(("step-", "vllm")) or row["variant"] == AS_IN_TRAINING
         if (times := times_floor(row, rates)) is not None and times > SLOW
     ]
     yield ""

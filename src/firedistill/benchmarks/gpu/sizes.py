@@ -71,7 +71,7 @@ class Sizes:
     warm_up_steps: int = 4
     steps: int = 5
     repeats: int = 5
-    copied: int = 2**33  # bytes
+    copied: int = 2**33  # bytes, at most; twice as many are held
     matrix: int = 8192
     operators: int = 1000
     turns: int = 10  # of all layers, in the graph of an operation of one token
