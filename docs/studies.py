@@ -1,7 +1,7 @@
 """The numbers of docs/results.md and docs/results-tables.md, from the runs of the study suites.
 
     python docs/studies.py collect runs/study-parts    # a row per finished run in docs/studies/study-parts.csv; other rows stay
-    python docs/studies.py collect_steps runs/study-asdiv    # a row per step of every run in docs/studies/study-asdiv.csv
+    python docs/studies.py collect_steps runs/study-asdiv    # a row per step in docs/studies/study-asdiv.csv; other rows stay
     python docs/studies.py collect_weights runs/study-noise  # a row per attributed answer in docs/studies/study-noise-weights.csv
     python docs/studies.py tables                      # writes the tables between the marks of both pages
 
@@ -35,6 +35,7 @@ from firedistill.tasks.planted import number_of
 STUDIES = Path(__file__).parent / "studies"
 PAGES = [Path(__file__).parent / name for name in ("results.md", "results-tables.md")]
 KEYS = ["method", "variant", "rate", "seed"]
+KEYS_OF_STEP = ["method", "rate", "seed", "step"]
 FINAL = [
     "accuracy",
     "stderr",
@@ -483,18 +484,18 @@ def with_tables(text: str) -> str:
 
 def main(arguments: list[str]) -> None:
     match arguments:
-        case ["collect", *suites] if suites:
+        case ["collect" | "collect_steps" as command, *suites] if suites:
             STUDIES.mkdir(exist_ok=True)
+            function, keys = {"collect": (collect, KEYS), "collect_steps": (collect_steps, KEYS_OF_STEP)}[command]
             for name in dict.fromkeys(Path(suite).name for suite in suites):
                 before = [read_rows(name)] if (STUDIES / f"{name}.csv").is_file() else []
-                rows = pd.concat([*before, *(collect(Path(suite)) for suite in suites if Path(suite).name == name)])
-                rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS, kind="stable")
+                rows = pd.concat([*before, *(function(Path(suite)) for suite in suites if Path(suite).name == name)])
+                rows = rows.drop_duplicates(keys, keep="last").sort_values(keys, kind="stable")
                 rows.to_csv(STUDIES / f"{name}.csv", index=False, float_format="%.6g")
-                print(f"{STUDIES / name}.csv: {len(rows)} finished runs")
-        case ["collect_steps" | "collect_weights" as command, suite]:
-            function, name = {"collect_steps": (collect_steps, ""), "collect_weights": (collect_weights, "-weights")}[command]
-            path = STUDIES / f"{Path(suite).name}{name}.csv"
-            function(Path(suite)).to_csv(path, index=False, float_format="%.6g")
+                print(f"{STUDIES / name}.csv: {len(rows)} rows")
+        case ["collect_weights", suite]:
+            path = STUDIES / f"{Path(suite).name}-weights.csv"
+            collect_weights(Path(suite)).to_csv(path, index=False, float_format="%.6g")
             print(f"{path}: written")
         case ["tables"]:
             for page in PAGES:
