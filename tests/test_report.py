@@ -200,6 +200,17 @@ def test_only_runs_that_differ_in_nothing_but_their_seed_are_averaged(tmp_path):
     assert len({group.line for group in study.settings[0].groups}) == 2
 
 
+def test_runs_on_several_processes_are_grouped_by_the_prompts_of_a_step(tmp_path):
+    for name, seed, size, prompts in [("a", 0, 8, 8), ("b", 1, 1, 8), ("c", 2, 8, 16), ("older", 3, 8, math.nan)]:
+        metrics = {"prompts": [prompts] * 9 + [math.nan]}
+        write_run(tmp_path / name, seed=seed, per_device_train_batch_size=size, metrics=metrics)
+    groups = read_study(sorted(tmp_path.iterdir())).settings[0].groups
+    assert {group.label: [run.name for run in group.runs] for group in groups} == {
+        "FIRE (prompts_per_step 8)": ["a", "b", "older"],
+        "FIRE (prompts_per_step 16)": ["c"],
+    }
+
+
 def test_of_two_equal_runs_the_finished_one_stays(tmp_path):
     write_run(tmp_path / "a", steps=5)
     write_run(tmp_path / "b")

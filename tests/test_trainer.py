@@ -100,7 +100,7 @@ def run_of(checkpoint, tmp_path_factory):
 def test_a_run_of_every_method(method, run_of):
     run = run_of(method)
     rows = run.rows
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [(row["step"], row["prompts"]) for row in rows] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert [row["learning_rate"] for row in rows] == pytest.approx([5e-3, 1e-2, 7.5e-3, 2.5e-3])
     assert [row["step_scale"] for row in rows] == pytest.approx([5, 10, 7.5, 2.5])
     assert rows[-1]["cumulative_generated_tokens"] == sum(row["generated_tokens"] for row in rows)

@@ -482,6 +482,7 @@ class SelfDistillTrainer(ResumableTrainer):
         self.counters["cumulative_train_seconds"] += total
         own = {
             "step": self.state.global_step,
+            "prompts": self.prompts_per_step,
             "loss": sum(loss for _, _, loss, _ in ranks) / len(ranks) / len(norms),
             "grad_norm": statistics.fmean(norms),
             **({"grad_norm_max": max(norms), "updates": len(norms)} if len(norms) > 1 else {}),

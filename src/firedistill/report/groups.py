@@ -218,6 +218,9 @@ def reference_rate(runs: Sequence[Run]) -> float:
 def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Split the runs of one method wherever their settings differ; each part comes with its values of those settings."""
     settings = [compared_settings(DEFAULTS | run.config) for run in runs]
+    for run, of_run in zip(runs, settings, strict=True):  # config.yaml does not hold the number of processes
+        if len(counts := run.metrics.column("prompts")[1]):
+            of_run["prompts_per_step"] = float(counts[-1])
     names = dict.fromkeys(name for of_run in settings for name in of_run)
     differing = [name for name in names if len({repr(of_run.get(name)) for of_run in settings}) > 1]
     parts: dict[str, tuple[dict[str, Any], list[Run]]] = {}
@@ -240,7 +243,7 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if settings.get("eval_subset_seed") == config.get("seed", 0) + SUBSET_OFFSET:
         settings["eval_subset_seed"] = f"seed + {SUBSET_OFFSET}"
-    # How a step is cut into micro-batches changes memory, not the result.
+    # How a step is cut into micro-batches changes memory, not the result. On one process, this is its number of prompts.
     sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return settings | {"prompts_per_step": sizes[0] * sizes[1]}
 

@@ -20,7 +20,7 @@ from firedistill.terminal import shortened, visible
 CUMULATIVE = ("cumulative_generated_tokens", "cumulative_train_seconds")
 METRICS = (
     *("step", "loss", "grad_norm", "correct_rate", "entropy", "response_length", "truncated_rate", "generated_tokens"),
-    *("chi_active", "policy_kl", "policy_kl_max", "weight_step_relative", "policy_step_share", *CUMULATIVE),
+    *("prompts", "chi_active", "policy_kl", "policy_kl_max", "weight_step_relative", "policy_step_share", *CUMULATIVE),
 )
 EVALUATIONS = (
     *("step", "n", "accuracy", "stderr", "sampled_accuracy", "sampled_stderr", "sampled_entropy", "distinct_answers"),
