@@ -78,6 +78,19 @@ def test_plain_text_is_tokenized_as_the_chat_template_would():
 
 
 @pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        ('{% set day = strftime_now("%d %b %Y") if strftime_now is defined else "none" %}{{ day }}', "26 Jul 2024"),
+        ("{{ 'Today: ' ~ strftime_now( '%-d %B %Y\\n' ) }}", "Today: 26 July 2024\n"),
+    ],
+)
+def test_a_template_writes_the_same_date_on_every_day(template, rendered):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    assert PromptEncoder(tokenizer).render([{"role": "user", "content": "x"}]) == rendered
+
+
+@pytest.mark.parametrize(
     ("template", "complaint"),
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took longer than 0.1 s"),

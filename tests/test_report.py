@@ -868,7 +868,7 @@ def test_equal_uids_of_different_problems_are_not_paired(tmp_path):
     study = read_study([tmp_path / "fire", tmp_path / "srpo"])
     assert paired_differences(study) == []
     assert different_problems(study.settings[0], study.notes).startswith(
-        "The runs were evaluated on different held-out problems"
+        "The runs were evaluated on different held-out problems or prompts: "
     )
 
 
@@ -902,7 +902,7 @@ def test_differences_that_round_to_zero_have_no_sign():
     assert row(found)[4:7] == ["0.0", "0.0 to 0.0", "0.0, 0.0"]
 
 
-SAID = "small, GSM8K: The runs were evaluated on different held-out problems: 40 for Veto, SRPO; 200 for FIRE."
+SAID = "small, GSM8K: The runs were evaluated on different held-out problems or prompts: 40 for Veto, SRPO; 200 for FIRE."
 
 
 def test_runs_with_different_held_out_problems_are_said_to_have_them(tmp_path, capsys):

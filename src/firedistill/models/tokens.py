@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from datetime import date
 from typing import cast
 
 import torch
@@ -16,6 +18,11 @@ from firedistill.tasks.guard import TaskFault, guarded
 logger = logging.getLogger(__name__)
 
 TEMPLATE_SECONDS = 10.0
+
+# Some templates write the date of today, with which prompts would differ from day to day. This one is the date that the template of
+# Llama 3.2 writes where it is told none.
+TODAY = date(2024, 7, 26)
+_ASKS_FOR_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 # Tokens that checkpoints reserve for padding or leave unused, best first.
 _PAD_TOKENS = (
@@ -75,12 +82,18 @@ def stop_token_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedToke
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, open_answer: bool) -> str:
     """A conversation under the tokenizer's chat template, with the opening of the assistant's turn if `open_answer`.
 
+    A template that asks for the date of today is told TODAY, so that a run can be repeated on another day.
+
     Raises:
         TaskFault: the template raised, or took longer than `TEMPLATE_SECONDS`. A template is a program of the checkpoint's author.
     """
 
     def apply() -> str:
-        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer))
+        # Newer versions of transformers pass no functions to a template, so that a `strftime_now` of ours could not be called.
+        fixed = _ASKS_FOR_TODAY.sub(lambda call: call[1] + TODAY.strftime(call[2]) + call[1], tokenizer.get_chat_template())
+        return cast(
+            str, tokenizer.apply_chat_template(messages, chat_template=fixed, tokenize=False, add_generation_prompt=open_answer)
+        )
 
     return guarded("the chat template", apply, TEMPLATE_SECONDS)
 

@@ -168,7 +168,7 @@ PICKED_BY = ("eval_data", "eval_split", "eval_subset_seed")
 
 
 def different_problems(setting: Setting, notes: list[str]) -> str:
-    """How many held-out problems each group was evaluated on, as a sentence; empty if all had the same ones.
+    """How many held-out problems each group was evaluated on, as a sentence; empty if all had the same ones with the same prompts.
 
     Which problems a run had is known from its saved answers, and without those from its settings and from their number.
     """
@@ -183,7 +183,7 @@ def different_problems(setting: Setting, notes: list[str]) -> str:
     if len(parts) < 2:
         return ""
     counts = [f"{number_of_problems(members)} for {', '.join(group.label for group in members)}" for _, members in parts]
-    return f"The runs were evaluated on different held-out problems: {'; '.join(counts)}."
+    return f"The runs were evaluated on different held-out problems or prompts: {'; '.join(counts)}."
 
 
 def notes_on_problems(settings: Iterable[Setting], notes: list[str]) -> list[str]:
