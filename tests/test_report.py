@@ -219,6 +219,19 @@ def test_of_two_equal_runs_the_finished_one_stays(tmp_path):
     assert "a is excluded: b has the same settings and the same seed." in study.notes
 
 
+def test_runs_of_the_same_name_have_the_names_of_their_folders(tmp_path):
+    folders = [write_run(tmp_path / part, steps=5, seed=seed) for seed, part in enumerate(["x/fire", "y/fire", "x/other"])]
+    for folder in folders:
+        (folder / "attribution").mkdir()
+        (folder / "attribution" / "step_000005.json").write_text(json.dumps(attribution()))
+    study = read_study([*folders, folders[0]])
+    names = [str(folders[0]), str(folders[1]), "other"]
+    assert [run.name for run in study.runs] == names
+    assert study.notes == [f"{name} is not finished: step 5 of 10." for name in names]
+    data = Page(page_of(folders, tmp_path)).data
+    assert [found["run"] for found in data["attributions"]] == [run["name"] for run in data["runs"]] == names
+
+
 def test_settings_that_make_no_difference():
     assert not any(
         map(makes_a_difference, ("seed", "output_dir", "save_steps", "rollout_batch_size", "gradient_checkpointing"))

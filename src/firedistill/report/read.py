@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,7 +122,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
     """Read run directories and suites.
 
     Returns:
-        The runs that have completed a step, each folder once; the titles of the suites; and notes on what is incomplete or left out.
+        The runs that have completed a step, each folder once, those whose names repeat under the names of their folders; the titles
+        of the suites; and notes on what is incomplete or left out.
 
     Raises:
         ValueError: no path is a run directory or a suite with a run that has completed a step.
@@ -144,7 +146,10 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
             if len(paths) == 1:
                 raise
             notes.append(left_out(path, error))
+    names = Counter(run.name for run in runs.values())
     for run in runs.values():
+        if names[run.name] > 1:  # the page finds a run by its name
+            run.name = visible(str(run.folder))
         notes += [f"{run.name}, {note}." for note in run.notes]
         if not len(run.metrics):
             notes.append(f"{run.name} has not completed a step yet.")
