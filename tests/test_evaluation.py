@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from firedistill import evaluation
 from firedistill.cli import main as cli
 from firedistill.evaluation import entropy_sums, pass_at_k, summarize, summarize_samples
+from firedistill.report.log import NAMED
 from firedistill.rollout import Response, Rollout
 from firedistill.rollouts.fixed import Decoder
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import Example, Verdict
-from tiny import adapter_weights, random_model, run_config, run_trainer
+from tiny import ToyTask, adapter_weights, random_model, run_config, run_trainer
 
 SAMPLED = {
     "sampled_accuracy",
@@ -53,7 +57,8 @@ def sampled(uid, answers, lengths):
 
 
 def test_the_summary_of_samples_by_hand():
-    rollouts = sampled("a", ["1", "1", "2", None], [1, 2, 3, 4]) + sampled("b", ["3", "4", "5", "6"], [2, 2, 2, 4])
+    # Two problems, whose uids may be equal.
+    rollouts = sampled("a", ["1", "1", "2", None], [1, 2, 3, 4]) + sampled("a", ["3", "4", "5", "6"], [2, 2, 2, 4])
     found = summarize_samples(rollouts, 4)
     assert found == pytest.approx(
         {
@@ -69,6 +74,19 @@ def test_the_summary_of_samples_by_hand():
     )
     assert {name for name in summarize_samples(rollouts[:3], 3) if name.startswith("pass")} == {"pass_at_2", "pass_at_3"}
     assert math.isnan(summarize_samples([], 2)["sampled_accuracy"])
+    failed = [replace(rollout, verdict=replace(rollout.verdict, failed=True)) for rollout in rollouts[:3]]
+    assert summarize_samples(failed + rollouts[3:], 4)["sampled_failed_verdicts"] == 3
+
+
+def test_what_is_left_out_of_a_further_task_is_counted_in_columns_that_are_no_charts(monkeypatch):
+    found = [{"accuracy": 0.5, "stderr": 0.1, "n": 4}, {"accuracy": 0.25, "stderr": 0.2, "n": 3}]
+    found[1] |= {"skipped_over_budget": 1, "failed_verdicts": 2}
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: ([], found.pop(0)))
+    args, also = SimpleNamespace(eval_samples=0), {"hard": (ToyTask(), [])}
+    summary = evaluation.evaluate_all(object(), ToyTask(), None, [], also, args, None, print).summary
+    of_hard = {"also_hard": 0.25, "also_hard_stderr": 0.2}
+    assert summary == {"accuracy": 0.5, "stderr": 0.1, "n": 4, **of_hard, "skipped_also_hard": 1, "failed_also_hard": 2}
+    assert {name for name in summary if name.startswith(NAMED)} == of_hard.keys()
 
 
 def test_the_entropy_is_that_of_the_models_own_distributions():

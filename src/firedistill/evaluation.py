@@ -77,6 +77,10 @@ def evaluate_all(
         for name, (other, others) in also.items():
             _, found = evaluate(engine, other, encoder, others, args, model, partial(progress, f"evaluation on {name}"))
             summary |= {f"also_{name}": found["accuracy"], f"also_{name}_stderr": found["stderr"]}
+            # Columns that begin with `also_` are charts of reports.
+            for left_out, column in (("skipped", "skipped_over_budget"), ("failed", "failed_verdicts")):
+                if column in found:
+                    summary[f"{left_out}_also_{name}"] = found[column]
     return Evaluation(greedy, sampled, summary)
 
 
@@ -195,25 +199,27 @@ def summarize_samples(rollouts: Sequence[Rollout], samples: int) -> dict[str, An
     """Accuracy and pass@k of sampled responses, how many different answers a problem gets, and how the responses look.
 
     Args:
+        rollouts: those of a problem follow each other.
         samples: responses per problem. `pass_at_k` is given for k = 2, 4, 8, ... and for all of them.
     """
-    problems: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        problems.setdefault(rollout.example.uid, []).append(rollout)
-    right = [sum(r.verdict.correct for r in members) for members in problems.values()]
+    problems = [rollouts[start : start + samples] for start in range(0, len(rollouts), samples)]
+    right = [sum(r.verdict.correct for r in members) for members in problems]
     counts = sorted({2**power for power in range(1, samples.bit_length()) if 2**power <= samples} | ({samples} - {1}))
     rates = [count / samples for count in right]
-    return {
+    summary = {
         "sampled_accuracy": mean(rates),
         "sampled_stderr": stdev(rates) / math.sqrt(len(rates)) if len(rates) > 1 else math.nan,
         **{f"pass_at_{k}": mean([pass_at_k(samples, count, k) for count in right]) for k in counts},
         "distinct_answers": mean(
-            [len({r.verdict.submitted for r in members if r.verdict.submitted is not None}) for members in problems.values()]
+            [len({r.verdict.submitted for r in members if r.verdict.submitted is not None}) for members in problems]
         ),
         "sampled_length": mean([len(r.response_ids) for r in rollouts]),
         "sampled_truncated_rate": mean([not r.response.finished for r in rollouts]),
         "eval_samples": samples,
     }
+    if failed := sum(r.verdict.failed for r in rollouts):
+        summary["sampled_failed_verdicts"] = failed
+    return summary
 
 
 def mean(values: Sequence[float]) -> float:
