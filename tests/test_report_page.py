@@ -310,7 +310,24 @@ def test_the_settings_that_differ_with_the_runs_that_have_them(tmp_path):
     fire = "FIRE (temperature {})"
     assert found[0] == ("temperature", True, [("1.0", f"SRPO, {fire.format(1)}"), ("0.5", fire.format(0.5))])
     assert found[1][:2] == ("save_steps", False) and ("7", fire.format(1)) in found[1][2]
-    assert "does not change results" in page_of(sorted(tmp_path.iterdir()), tmp_path)
+    assert "does not change training" in page_of(sorted(tmp_path.iterdir()), tmp_path)
+
+
+def test_settings_in_which_runs_of_one_group_differ_are_listed_and_other_numbers_of_samples_are_noted(tmp_path):
+    folders = []
+    for method, seed, samples in [("fire", 0, 4), ("fire", 1, 8), ("srpo", 0, 8), ("veto", 0, 0)]:
+        final = {"accuracy": 0.5, "distinct_answers": 2.0, "eval_samples": samples} if samples else {"accuracy": 0.5}
+        settings = {"method": method, "seed": seed, "eval_samples": samples, "eval_subset_seed": seed + 10_000}
+        folders.append(write_run(tmp_path / f"{method}{seed}", (final, final), **settings))
+    study = read_study(folders)
+    values = [("4", "FIRE"), ("8", "SRPO, FIRE"), ("0", "Veto")]
+    assert [(name, matters, sorted(found)) for name, matters, found in differing_settings(study)] == [
+        ("eval_samples", False, sorted(values))
+    ]
+    assert study.notes == [
+        "small, GSM8K: the runs have different numbers of samples per held-out problem (4 for FIRE; 8 for SRPO, FIRE). Their numbers "
+        "of different answers cannot be compared, because these grow with the samples."
+    ]
 
 
 def test_final_values_of_all_measures_are_in_a_table(tmp_path):

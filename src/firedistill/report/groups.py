@@ -170,8 +170,25 @@ def read_study(paths: Sequence[str | Path]) -> Study:
     runs, titles, notes = read_runs(paths)
     by_setting = partition(runs, lambda run: (run.model, run.task))
     settings = [Setting(model, task, grouped(members, notes)) for (model, task), members in by_setting.items()]
+    notes += filter(None, map(different_samples, settings))
     title = settings[0].title if len(settings) == 1 else "Runs"
     return Study("; ".join(dict.fromkeys(titles)) or title, settings, notes)
+
+
+def different_samples(setting: Setting) -> str:
+    """A note on the numbers of samples per held-out problem; empty if all finished runs with samples have the same."""
+    labels: dict[int, dict[str, None]] = {}
+    for group in setting.groups:
+        for count in (run.final("eval_samples") for run in group.finished):
+            if math.isfinite(count):
+                labels.setdefault(int(count), {})[group.label] = None
+    if len(labels) < 2:
+        return ""
+    counts = "; ".join(f"{count} for {', '.join(labels[count])}" for count in sorted(labels))
+    return (
+        f"{setting.title}: the runs have different numbers of samples per held-out problem ({counts}). Their numbers of different "
+        "answers cannot be compared, because these grow with the samples."
+    )
 
 
 def partition(items: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
@@ -217,7 +234,7 @@ def reference_rate(runs: Sequence[Run]) -> float:
 
 def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Split the runs of one method wherever their settings differ; each part comes with its values of those settings."""
-    settings = [compared_settings(DEFAULTS | run.config) for run in runs]
+    settings = [compared_settings(settings_of(run)) for run in runs]
     for run, of_run in zip(runs, settings, strict=True):  # config.yaml does not hold the number of processes
         if len(counts := run.metrics.column("prompts")[1]):
             of_run["prompts_per_step"] = float(counts[-1])
@@ -234,6 +251,13 @@ def split_by_settings(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Ru
     return list(parts.values())
 
 
+def settings_of(run: Run) -> dict[str, Any]:
+    """All settings of a run, with the seed of its held-out problems as `seed + 10000` where it follows that of the run."""
+    settings = DEFAULTS | run.config
+    follows = settings.get("eval_subset_seed") == run.seed + SUBSET_OFFSET
+    return settings | ({"eval_subset_seed": f"seed + {SUBSET_OFFSET}"} if follows else {})
+
+
 def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that make runs of a method different experiments: integers as floats, empty values left out."""
     settings = {
@@ -241,8 +265,6 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if makes_a_difference(name) and value not in (None, {}, [])
     }
-    if settings.get("eval_subset_seed") == config.get("seed", 0) + SUBSET_OFFSET:
-        settings["eval_subset_seed"] = f"seed + {SUBSET_OFFSET}"
     # How a step is cut into micro-batches changes memory, not the result. On one process, this is its number of prompts.
     sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return settings | {"prompts_per_step": sizes[0] * sizes[1]}

@@ -24,7 +24,7 @@ METRICS = (
 )
 EVALUATIONS = (
     *("step", "n", "accuracy", "stderr", "sampled_accuracy", "sampled_stderr", "sampled_entropy", "distinct_answers"),
-    *("sampled_length", *CUMULATIVE),
+    *("sampled_length", "eval_samples", *CUMULATIVE),
 )
 NAMED = ("accuracy_", "pass_at_", "also_")
 MOST_NAMED = 100

@@ -13,12 +13,12 @@ import pandas as pd
 
 from firedistill.report.charts import CHARTS, Chart, charts_of
 from firedistill.report.groups import (
-    DEFAULTS,
     Group,
     Setting,
     Study,
     makes_a_difference,
     partition,
+    settings_of,
     short_model,
     task_title,
 )
@@ -249,24 +249,26 @@ def without_constants(rows: Sequence[dict[str, str]]) -> tuple[list[dict[str, st
 
 
 def differing_settings(study: Study) -> list[tuple[str, bool, list[tuple[str, str]]]]:
-    """The settings in which groups differ, besides model, task and method.
+    """The settings in which runs differ, besides model, task and method.
 
     Returns:
-        Of each setting its name, whether it can change results, and its values with the groups that have them.
+        Of each setting its name, whether it can change training, and its values with the groups whose runs have them.
     """
     found = []
     several = len(study.settings) > 1
-    of_group = {
-        f"{setting.title}: {group.label}" if several else group.label: DEFAULTS | group.runs[0].config
+    of_runs = [
+        (f"{setting.title}: {group.label}" if several else group.label, settings_of(run))
         for setting, group in study.groups
-    }
-    for name in dict.fromkeys(name for config in of_group.values() for name in config):
+        for run in group.runs
+    ]
+    for name in dict.fromkeys(name for _, settings in of_runs for name in settings):
         if name not in ("model", "task", "method", "seed", "output_dir"):
-            values = partition(of_group, lambda label: shown(of_group[label].get(name)))  # noqa: B023
+            values: dict[str, dict[str, None]] = {}
+            for label, settings in of_runs:
+                values.setdefault(shown(settings.get(name)), {})[label] = None
             if len(values) > 1:
-                found.append(
-                    (shown(name), makes_a_difference(name), [(value, ", ".join(labels)) for value, labels in values.items()])
-                )
+                rows = [(value, ", ".join(labels)) for value, labels in values.items()]
+                found.append((shown(name), makes_a_difference(name), rows))
     return sorted(found, key=lambda setting: not setting[1])
 
 
