@@ -468,6 +468,20 @@ def test_the_events_of_a_run_in_order():
     assert collapses(Log.of([]), Log.of([])) == [] and collapses(Log.of([{"step": 1, "loss": 0.5}]), Log.of([])) == []
 
 
+def test_files_of_an_earlier_report_stay_and_are_named(tmp_path):
+    run, out = write_run(tmp_path / "run"), tmp_path / "out"
+    study, _ = write_report([run], out)
+    assert study.notes == []
+    for name in ("tables/accuracy-large.md", "figures/policy-kl.svg"):
+        (out / name).write_text("earlier")
+    study, written = write_report([run], out)
+    assert study.notes == [
+        f"{out} holds files that this report did not write, such as those of an earlier one: figures/policy-kl.svg, "
+        "tables/accuracy-large.md."
+    ]
+    assert (out / "tables" / "accuracy-large.md").read_text() == "earlier" and out / "tables" / "overview.md" in written
+
+
 def test_the_page_reads_the_rules_from_their_docstring():
     assert len(rules()) == 5 and all(rule.endswith(".") and "*" not in rule for rule in rules())
 

@@ -21,13 +21,15 @@ from firedistill.report.tables import (
     pipe_table,
 )
 from firedistill.run.directory import make_folder
+from firedistill.terminal import some
 
 
 def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study, list[Path]]:
     """Report on run directories and suites.
 
     Writes `index.html`, `tables/*.md`, `tables/*.tex`, `tables/accuracy.csv`, `figures/*.svg` and `figures/*.png` into the folder;
-    `tables/differences.md` where runs have answered the same held-out problems.
+    `tables/differences.md` where runs have answered the same held-out problems. Other files in `tables` and `figures` stay, and are
+    noted in the study.
 
     Returns:
         The study, and the paths of the written files.
@@ -59,4 +61,10 @@ def write_report(paths: Sequence[str | Path], folder: str | Path) -> tuple[Study
     texts["overview.md"] = overview_markdown(overview(study)) + (f"\n{notes}" if notes else "")
     for name, text in texts.items():
         write_text(folder / "tables" / name, text)
-    return study, [*(folder / "tables" / name for name in texts), *figures, page]
+    written = [*(folder / "tables" / name for name in texts), *figures, page]
+    found = sorted(path for part in ("tables", "figures") for path in (folder / part).iterdir())
+    if others := [str(path.relative_to(folder)) for path in found if path not in written]:
+        study.notes.append(
+            f"{folder} holds files that this report did not write, such as those of an earlier one: {some(others, 20)}."
+        )
+    return study, written
