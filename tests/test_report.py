@@ -1089,8 +1089,10 @@ def test_a_learning_rate_has_the_same_colour_in_all_panels(tmp_path):
     folders = [
         write_run(tmp_path / f"{method}{rate}", method=method, learning_rate=rate) for method in rates for rate in rates[method]
     ]
+    folders.append(write_run(tmp_path / "sft", method="on_policy_sft"))
     (chart,) = (chart for chart in CHARTS if chart.name == "gradient-norm")
     figure = figures.rate_step_figure(read_study(folders), chart)
+    assert figure.get_suptitle().endswith("; without On-Policy SFT, as in the paper")
     colours = {}
     for axes in figure.axes:
         for line in axes.lines:
@@ -1100,6 +1102,19 @@ def test_a_learning_rate_has_the_same_colour_in_all_panels(tmp_path):
     (legend,) = figure.legends
     shown = {text.get_text(): line.get_color() for text, line in zip(legend.get_texts(), legend.get_lines(), strict=True)}
     assert {name: {colour} for name, colour in shown.items()} == colours
+
+
+def test_titles_fit_the_width_of_their_figure(tmp_path):
+    rates = {"correct_rate": [0.1 * i for i in range(10)]}
+    for name, method, seed in [("a", "fire", 0), ("b", "fire", 1), ("c", "srpo", 0)]:
+        write_run(tmp_path / name, method=method, seed=seed, metrics=rates)
+    (chart,) = (chart for chart in CHARTS if chart.name == "sampled-answers")
+    figure = figures.method_figure(read_study(sorted(tmp_path.iterdir())), chart)
+    (title,) = figure.texts
+    text = " ".join(title.get_text().split())
+    assert text.startswith("Sampled answers right mean over seeds, band") and text.endswith("running means of 11 steps")
+    place = title.get_window_extent()
+    assert figure.bbox.x0 <= place.x0 < place.x1 <= figure.bbox.x1
 
 
 def test_the_same_runs_give_the_same_figures(runs, tmp_path, monkeypatch):

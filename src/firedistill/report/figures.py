@@ -120,7 +120,7 @@ def rate_step_figure(study: Study, chart: Chart) -> Figure | None:
         for group, curve in curves:
             draw_curve(axes, curve, chart, f"{group.factor:g}× rate", colours[f"{group.factor:g}"])
 
-    title = f"{chart.title} at different learning rates\n{caption(chart, panels)}"
+    title = f"{chart.title} at different learning rates\n{caption(chart, panels)}{remarks(study, chart)}"
     return panel_figure(panels, draw, chart.x_title, chart.y_title, title, chart.logarithmic, same_scale=True)
 
 
@@ -164,7 +164,7 @@ def panel_figure(
             axes.spines[["top", "right"]].set_visible(False)
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
-        figure.suptitle(title.replace("$", r"\$"), fontsize=10)
+        add_title(figure, title.split("\n"), fontsize=10)
         add_legend(figure)
         return figure
 
@@ -242,11 +242,17 @@ def save_picture(study: Study, path: Path, theme: str = "light") -> None:
         kinds = partition(charts, lambda chart: chart.described(groups))
         bands = [f"{', '.join(c.title for c in of)}: {text}" if len(kinds) > 1 else text for text, of in kinds.items()]
         thinned = [THINNED] if any(curve.thinned for curve in curves) else []
-        title = literal(study.title if several else study.settings[0].title)
-        characters = int(figure.get_figwidth() / 0.07)  # at this font size
-        figure.suptitle("\n".join(textwrap.fill(line, characters) for line in [title, *bands, *thinned]), fontsize=9)
+        title = shortened(study.title if several else study.settings[0].title, 100)
+        add_title(figure, [title, *bands, *thinned], fontsize=9)
         add_legend(figure)
         figure.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def add_title(figure: Figure, lines: Sequence[str], fontsize: float) -> None:
+    """A title above all panels, its lines wrapped to the width of the figure."""
+    characters = int(figure.get_figwidth() / (0.0078 * fontsize))  # each about 0.0078 inches per point wide
+    text = "\n".join(textwrap.fill(line, characters) for line in lines)
+    figure.suptitle(text.replace("$", r"\$"), fontsize=fontsize)
 
 
 def add_legend(figure: Figure) -> None:
