@@ -276,6 +276,12 @@ def test_unfinished_runs_are_in_the_report_but_not_in_the_tables(runs):
     assert row["Accuracy at step 0 (%)"] == "50.00 ± 0.00" and row["Gradient norm, maximum"] == "0.5"
 
 
+def test_a_run_without_its_last_evaluation_is_said_to_lack_it(tmp_path):
+    evaluations = (write_run(tmp_path / "a") / "evals.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "a" / "evals.jsonl").write_text(evaluations[0])
+    assert read_study([tmp_path / "a"]).notes == ["a is not finished: the evaluation after its last step is missing."]
+
+
 def test_an_unfinished_suite(tmp_path):
     suite = SuiteFolder(tmp_path / "s")
     names = ["x-fire-seed0", "x-fire-lr2x-seed0", "x-srpo-seed0", "x-veto-seed0"]

@@ -79,7 +79,7 @@ def test_methods_that_cannot_be_compared_and_other_numbers_of_steps_are_named(tm
     (tmp_path / "veto" / "rollouts" / "eval_000010.parquet").rename(tmp_path / "veto" / "rollouts" / "eval_000020.parquet")
     found = verdict(*runs, write_run(tmp_path / "srpo", (0.5, 0.2), method="srpo"))
     assert found.answer.endswith(
-        "Veto cannot be told apart from that; SRPO cannot be compared: too few answers to the same problems are saved."
+        "Veto cannot be told apart from that; SRPO cannot be compared: no common seed, or too few saved answers to the same problems."
     )
     assert found.problems == "They were trained for different numbers of steps: 10 for SRPO and FIRE; 20 for Veto."
 
@@ -100,7 +100,7 @@ def test_without_saved_answers_nothing_is_said_about_chance(tmp_path):
     )
     assert found.sentence == (
         "SRPO solves 90.0 % of the held-out problems after training, the most of 2 methods; FIRE cannot be compared: "
-        "too few answers to the same problems are saved."
+        "no common seed, or too few saved answers to the same problems."
     )
     assert [group.label for group in found.unknown] == ["FIRE"]
 
@@ -274,6 +274,13 @@ def test_marks_lie_on_the_curve_where_a_run_went_wrong(tmp_path):
     run = write_run(tmp_path / "a", max_steps=40, metrics={"grad_norm": [0.5 + i % 3 for i in range(29)] + [90.0] + [0.5] * 10})
     (mark,) = (trace for trace in plots(run)[0]["gradient-norm"]["traces"] if trace["role"] == "mark")
     assert (mark["x"], mark["y"]) == ([30], [90.0]) and mark["text"][0].startswith("FIRE, seed 0, step 30: gradient burst<br>")
+
+
+def test_what_lies_beyond_the_curve_is_marked_at_its_last_point(tmp_path):
+    norms = [0.5 + i % 3 for i in range(29)] + [math.nan] * 11
+    run = write_run(tmp_path / "a", max_steps=40, metrics={"grad_norm": norms})
+    (mark,) = (trace for trace in plots(run)[0]["gradient-norm"]["traces"] if trace["role"] == "mark")
+    assert (mark["x"], mark["y"]) == ([29], [1.5]) and mark["text"][0].startswith("FIRE, seed 0, step 30: gradient not finite")
 
 
 def test_logarithmic_charts_leave_out_what_has_no_logarithm(tmp_path):

@@ -149,13 +149,13 @@ def short(values: Sequence[float], logarithmic: bool) -> list[float | None]:
 
 
 def marks_of(run: Run, group: Group, chart: Chart, curve: Curve) -> list[tuple[float, float, str]]:
-    """Where a run went wrong, on the curve of its group."""
+    """Where a run went wrong, on the curve of its group; at its last point what lies beyond it."""
     found = []
     for event in run.events:
-        if CHART_OF_COLUMN[event.key] == chart.name and event.step <= curve.x[-1]:
-            at = next(place for place, x in enumerate(curve.x) if x >= event.step)
+        if CHART_OF_COLUMN[event.key] == chart.name:
+            at = next((place for place, x in enumerate(curve.x) if x >= event.step), len(curve.x) - 1)
             text = f"{group.label}, seed {run.seed}, step {event.step}: {event.rule}"
-            found.append((event.step, curve.mean[at], f"{literal(text)}<br>{literal(event.text)}"))
+            found.append((min(event.step, curve.x[-1]), curve.mean[at], f"{literal(text)}<br>{literal(event.text)}"))
     return [mark for mark in found if not chart.logarithmic or mark[1] > 0]
 
 

@@ -153,6 +153,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
         notes += [f"{run.name}, {note}." for note in run.notes]
         if not len(run.metrics):
             notes.append(f"{run.name} has not completed a step yet.")
+        elif not run.finished and run.step >= run.max_steps:
+            notes.append(f"{run.name} is not finished: the evaluation after its last step is missing.")
         elif not run.finished:
             notes.append(f"{run.name} is not finished: step {run.step} of {run.max_steps}.")
         elif run.config.get("eval_size") and not len(run.evaluations):

@@ -75,7 +75,7 @@ class Verdict:
             clauses.append(f"{who} behind{self.behind[0].scope}")
         if self.unknown:
             who = listed([group.label for group in self.unknown])
-            clauses.append(f"{who} cannot be compared: too few answers to the same problems are saved")
+            clauses.append(f"{who} cannot be compared: no common seed, or too few saved answers to the same problems")
         return "; ".join([f"{solved}, the most of {len(self.candidates)} {self.kind}", *clauses]) + "."
 
     @property
