@@ -1071,6 +1071,7 @@ def test_inspect_without_feedback_and_of_a_correct_response(fields_of, hostile_t
 def test_visible_keeps_every_script_and_escapes_what_steers():
     assert visible("naïve 漢字 😀\n\tend") == "naïve 漢字 😀\n\tend"
     assert visible("\x1b]0;title\x07\x7f\x85\u2028\u2066\ud800") == r"\x1b]0;title\x07\x7f\x85\u2028\u2066\ud800"
+    assert visible("a\u061c\u200e\u200f\u200bb") == "a" + r"\u061c\u200e\u200f" + "\u200bb"
     assert visible("\\x1b") == "\\x1b"
 
 

@@ -163,10 +163,10 @@ def test_ties_are_all_best(tmp_path):
 
 
 def test_categories_have_a_table_of_their_own(tmp_path):
-    final = {"accuracy": 0.5, "accuracy_computer_science": 0.25, "accuracy_physics": 0.75}
+    final = {"accuracy": 0.5, "accuracy_computer_science": 0.25, "accuracy_physics\u202e": 0.75}
     write_run(tmp_path / "a", (final, final))
     _, table = accuracy_tables(read_study([tmp_path / "a"]))
-    assert table.columns == ["Computer science", "Physics", "Overall"]
+    assert table.columns == ["Computer science", r"Physics\u202e", "Overall"]
     assert [cell.mean for cell in table.rows[0][1]] == [25, 75, 50]
 
 

@@ -150,7 +150,7 @@ def method_table(model: str, settings: Sequence[Setting]) -> AccuracyTable:
 def category_table(setting: Setting) -> AccuracyTable:
     keys = [*categories(setting), "accuracy"]
     rows = [(group.label, [accuracy_cell([group], key) for key in keys]) for group in setting.compared]
-    columns = [key.removeprefix("accuracy_").replace("_", " ").capitalize() for key in keys[:-1]] + ["Overall"]
+    columns = [shown(key.removeprefix("accuracy_").replace("_", " ").capitalize()) for key in keys[:-1]] + ["Overall"]
     name = f"categories-{file_name(setting.model)}-{file_name(setting.task)}"
     return AccuracyTable(name, f"{setting.title}, by category", columns, rows)
 
