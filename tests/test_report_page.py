@@ -402,7 +402,7 @@ def test_rollouts_share_the_room_of_the_page(tmp_path):
         write_rollouts(run, "eval_000010", [10], count=500, response="x" * 100 + run.name)
     found = rollouts_of(read_study(runs).runs, [], room=6000)
     counts = [sum(row[0] == position for row in found["rows"]) for position in range(3)]
-    assert all(counts) and sum(map(len, found["texts"])) < 7000 and found["total"] == 1500
+    assert all(counts) and sum(map(len, found["texts"])) < 7000
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1 nonsense", b"\x00" * 1000])

@@ -189,21 +189,10 @@ def lasting_fall(values: Sequence[float] | ndarray, errors: Sequence[float] | nd
     values, errors = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
     if not len(values):
         return None
-
-    def close(best: int, start: int) -> ndarray:
-        """The positions from `start` on whose values are not clearly lower than that at `best`."""
-        margin = np.fmax(ACCURACY_POINTS, times * np.hypot(errors[start:], errors[best]))
-        return start + np.flatnonzero(~(values[start:] < values[best] - margin))
-
-    last = len(values) - 1
-    bests = np.flatnonzero(values > np.append(-np.inf, np.maximum.accumulate(values)[:-1])).tolist()
-    for best, next_best in zip(bests, [*bests[1:], last], strict=True):
-        if len(close(best, last)):
-            continue  # as in most runs
-        first = max([best, *close(best, best + 1)[-1:].tolist()]) + 1
-        if first <= next_best:
-            return best, first
-    return None
+    best = int(np.argmax(values))
+    margin = np.fmax(ACCURACY_POINTS, times * np.hypot(errors, errors[best]))
+    first = 1 + int(np.flatnonzero(~(values < values[best] - margin))[-1])
+    return (best, first) if first < len(values) else None
 
 
 def collapses(metrics: Log, evaluations: Log, threshold: float = 1.0) -> list[Event]:

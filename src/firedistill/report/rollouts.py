@@ -43,9 +43,9 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
     Files that cannot be read are noted.
 
     Returns:
-        `texts`; `rows`, lists of the run's and the texts' numbers, in the order of `columns`; and `total`, the rows of the files.
+        `texts`, and `rows`, lists of the run's and the texts' numbers, in the order of `columns`.
     """
-    texts, rows, total = Texts(), [], 0
+    texts, rows = Texts(), []
     for position, run in enumerate(runs):
         try:
             sources = sources_of(run)
@@ -60,7 +60,6 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
                 problem = shortened(visible(" ".join(f"{type(error).__name__} {error}".split())))
                 notes.append(f"{shown(path)} is left out of the browser of rollouts: {problem}")
                 continue
-            total += len(found)
             end = texts.size + max(0, start + share - texts.size) // (len(sources) - number)
             question = questions(str(row["prompt"]) for row in found)
             for row in found:
@@ -70,7 +69,7 @@ def rollouts_of(runs: Sequence[Run], notes: list[str], room: int = MOST_TEXT) ->
                 named = [row["uid"], question[str(row["prompt"])], row["response"], row["expected"], row["submitted"]]
                 rows.append([position, kind, int(row["step"]), bool(row["correct"]), *map(texts.number, named), fields])
     columns = ["run", "kind", "step", "correct", "uid", "question", "response", "expected", "submitted", "fields"]
-    return {"columns": columns, "texts": list(texts.numbers), "rows": rows, "total": total}
+    return {"columns": columns, "texts": list(texts.numbers), "rows": rows}
 
 
 def sources_of(run: Run) -> list[tuple[str, Path, list[int]]]:
