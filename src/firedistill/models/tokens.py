@@ -89,11 +89,13 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *
     """
 
     def apply() -> str:
-        # Newer versions of transformers pass no functions to a template, so that a `strftime_now` of ours could not be called.
-        fixed = _ASKS_FOR_TODAY.sub(lambda call: call[1] + TODAY.strftime(call[2]) + call[1], tokenizer.get_chat_template())
-        return cast(
-            str, tokenizer.apply_chat_template(messages, chat_template=fixed, tokenize=False, add_generation_prompt=open_answer)
-        )
+        own = {}
+        if "strftime_now" in str(
+            tokenizer.chat_template
+        ):  # newer versions of transformers pass no function of ours to a template
+            dated = _ASKS_FOR_TODAY.sub(lambda call: call[1] + TODAY.strftime(call[2]) + call[1], tokenizer.get_chat_template())
+            own = {"chat_template": dated}
+        return cast(str, tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_answer, **own))
 
     return guarded("the chat template", apply, TEMPLATE_SECONDS)
 
