@@ -34,6 +34,7 @@ from firedistill.objectives.full_context import FullContext
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.recipes import build_config
 from firedistill.setup import load_setup
+from firedistill.tasks import TableTask
 from firedistill.tasks.code import CodeTask
 from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
@@ -145,6 +146,16 @@ def test_programs_have_golds_only_where_the_rows_have_solutions():
     row = {"prompt": "Write `add`.", "entry_point": "add", "tests": ["assert add(1, 2) == 3"]}
     solved = {**row, "solution": "def add(a, b):\n    return a + b"}
     assert [len(gold_responses(SimpleNamespace(task=task), task.example(each, "u"))) for each in (row, solved)] == [0, 1]
+
+
+@pytest.mark.parametrize("options", [{"answer": "regex:<a>(.*)</a>"}, {"verify": lambda row, response: "<a>" in response}])
+def test_golds_without_a_final_line_are_checked_by_their_solutions_only(options, model, tmp_path):
+    rows = [{"question": f"What is {n} + 1?", "answer": n + 1} for n in range(10)]
+    solved = [{**row, "solution": f"<a>{row['answer']}</a>"} for row in rows]
+    for data, note in ((rows, "not checked: the examples have no solution"), (solved, "8 of 8 are judged right")):
+        own = TableTask(data, **options)
+        texts = found(model, tmp_path, own, own.examples("train"), own.examples("eval"))
+        assert texts["error"] == [] and any(f"training golds: {note}" in text for text in texts["note"])
 
 
 def test_large_data_is_sampled_evenly_and_fast(model, tmp_path):

@@ -244,10 +244,9 @@ def check_examples(setup: Setup) -> Iterator[Finding]:
 
 
 def gold_responses(setup: Setup, example: Example) -> list[str]:
-    """Responses that must be right: the gold solution, and the gold answer on the task's final line."""
-    answer = str(example.answer)
-    short = [f"{setup.task.final_marker} {answer}".strip()] if answer.strip() and setup.task.answer_type != "program" else []
-    return [*([example.solution] if example.solution else []), *short]
+    """Responses that must be right: the gold solution, and the gold answer on the final line of a task that has one."""
+    marker, answer = setup.task.final_marker, str(example.answer)
+    return [*filter(None, [example.solution]), *([f"{marker} {answer}"] if marker and answer.strip() else [])]
 
 
 def judgement(task: GuardedTask, example: Example, response: str) -> Verdict | str:
@@ -288,6 +287,8 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
             yield Finding(level_of(wrong, checked), subject, text, "correct the answers or verify, or remove these rows")
         if right and not failed and not wrong:
             yield Finding("note", subject, f"{share_of(right, checked, examples)} are judged right by the task's verifier")
+        if not (right or failed or wrong):
+            yield Finding("note", subject, "not checked: the examples have no solution, and the answers no final line")
         slowest = max(seconds for _, (_, _, seconds) in checked)
         if slowest > SLOW_VERDICT:
             fix = "make verify faster: every response waits for its verdict"
@@ -354,7 +355,8 @@ def check_judge(setup: Setup) -> Iterator[Finding]:
     if not isinstance(task, JudgedTask) or not examples:
         return
     example, file = examples[0], task.judge_file
-    gold = next(iter(gold_responses(setup, example)), "")
+    stated = "" if task.answer_type == "program" else str(example.answer)  # that of a program is a number of tests
+    gold = next(iter(gold_responses(setup, example)), stated)
     address = urlsplit(file.url)
     if file.key is not None and address.scheme == "http" and address.hostname not in ("localhost", "127.0.0.1", "::1"):
         yield Finding("warning", "judge", f"the key in {file.key} is sent to {file.url} unencrypted", "use https")
