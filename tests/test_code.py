@@ -133,6 +133,20 @@ def test_published_columns_are_read(row, tmp_path):
     assert not verdict.correct and "test_1" in fields
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ["assert set(shared((3, 4), (4, 5))) == set((4,))"],
+        ["import math\nassert math.isclose(shared(2.0), 4.0, rel_tol=1e-9)"],
+        ["from math import isclose", "assert isclose(abs(shared(2.0)), 4.0)"],
+        ["def pair():\n    return 1, 2\n\nassert sorted(shared(*pair())) == [1, 2]"],
+        ["assert True", "assert not any(map(bool, shared(1)))"],
+    ],
+)
+def test_the_entry_point_is_what_assertions_call_beside_functions_of_python(tests):
+    assert CodeTask().example({"text": "Do it.", "test_list": tests}, "u").metadata["entry_point"] == "shared"
+
+
 def test_a_completion_of_a_prompt_that_is_code(tmp_path):
     task, example = CodeTask(), CodeTask().example(HUMAN_EVAL, "u")
     assert task.verify(example, "    return [helper(x) for x in xs]\n").correct
@@ -183,7 +197,10 @@ def test_helpers_stand_beside_the_tests():
             )
         ),
         ({"prompt": " "}, "field 'prompt': expected text, found only blanks"),
-        ({"entry_point": None}, "field 'entry_point' is missing: name the function that the tests call"),
+        (
+            {"entry_point": None, "tests": ADD["tests"][:2]},
+            "field 'entry_point' is missing: name the function that the tests call",
+        ),
         ({"tests": None}, "field 'tests' is missing"),
     ],
     ids=lambda value: str(value)[:30],
@@ -215,6 +232,7 @@ def test_a_source_that_is_no_file():
         ("```python\ndef add(a): 1\n```\nBetter:\n```python\nadd = lambda a: 2\n```", "add = lambda a: 2\n", True),
         ("```python\ndef other(): 1\n```", "def other(): 1\n", False),
         ("  ```python\nclass add: pass\n  ```", "class add: pass\n", True),
+        ("1. So:\n   ```python\n   def add(a):\n\n       return 1\n   ```", "def add(a):\n\n    return 1\n", True),
     ],
     ids=lambda value: repr(value)[:24],
 )

@@ -7,6 +7,7 @@ number differs from answer to answer. Programs run in the sandbox of `sandbox.py
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
     ("solution", "canonical_solution", "code"),
 )
 
-_FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _COMPARISONS = {
     ast.Eq: "==",
     ast.NotEq: "!=",
@@ -134,7 +135,7 @@ class CodeTask(Task):
             raise DataError(
                 f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'}); add it or remove the row"
             )
-        entry_point = optional_text(row, "entry_point") or _called_name(row[column])
+        entry_point = optional_text(row, "entry_point") or _called_name(row, column)
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)
         setup = "\n".join(filter(None, [optional_text(row, "test_setup_code"), begun, setup]))
@@ -261,10 +262,13 @@ def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
 
     It is the last fenced block that defines the entry point, else the last block, else the whole text if it has a definition. Where
     the question is the beginning of the program, text without a definition continues it. Well-formed is a closed block that defines the
-    entry point.
+    entry point. The lines of an indented block, as in a list, lose the indentation of its fence.
     """
     entry_point = example.metadata["entry_point"]
-    blocks = [(match[1], bool(match[2])) for match in _FENCE.finditer(response)]
+    blocks = [
+        (re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", text, flags=re.MULTILINE) if indent else text, bool(closed))
+        for indent, text, closed in _FENCE.findall(response)
+    ]
     defining = [block for block in blocks if defines(block[0], entry_point)]
     if defining:
         return defining[-1]
@@ -332,12 +336,8 @@ def _call_test(item: Mapping[str, Any], entry_point: str, where: str) -> UnitTes
 
 def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest], list[str]]:
     """The assertions in a text, those of `check(candidate)` included, and the statements beside them."""
-    try:
-        statements = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise DataError(f"{where}: not Python ({error}); correct it or remove the row") from error
     tests, beside = [], []
-    for statement in statements:
+    for statement in _parsed(text, where).body:
         if isinstance(statement, ast.Assert):
             tests.append(_assertion(statement))
         elif isinstance(statement, ast.FunctionDef) and statement.name == "check" and len(statement.args.args) == 1:
@@ -354,6 +354,13 @@ def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest]
         elif not _calls_check(statement):
             beside.append(ast.unparse(statement))
     return tests, beside
+
+
+def _parsed(text: str, where: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise DataError(f"{where}: not Python ({error}); correct it or remove the row") from error
 
 
 def _assertion(statement: ast.Assert) -> UnitTest:
@@ -398,15 +405,25 @@ def _calls_check(statement: ast.stmt) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
 
 
-def _called_name(tests: Any) -> str:
+def _called_name(row: Mapping[str, Any], column: str) -> str:
     """The function that the first assertion calls: MBPP has no column for it.
 
+    Functions of Python (`set(shared(...)) == ...`), and those that the tests import or define, are others.
+
     Raises:
-        DataError: there is none.
+        DataError: there is none, or a test is not Python.
     """
-    first = tests[0] if isinstance(tests, list | tuple) and tests else tests
-    if isinstance(first, str) and (found := re.search(r"\bassert\b[\s(]*(?:not\s+)?([A-Za-z_]\w*)\s*\(", first)):
-        return found[1]
+    tests = row[column] if isinstance(row[column], list | tuple) else [row[column]]
+    texts = {f"field {column!r}, test {number}": test for number, test in enumerate(tests, start=1)}
+    texts["field 'test_setup_code'"] = row.get("test_setup_code")
+    nodes = [node for where, text in texts.items() if isinstance(text, str) for node in ast.walk(_parsed(text, where))]
+    others = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | set(dir(builtins))
+    others |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    others |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for assertion in nodes:
+        for node in ast.walk(assertion) if isinstance(assertion, ast.Assert) else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in others:
+                return node.func.id
     raise DataError("field 'entry_point' is missing: name the function that the tests call")
 
 
