@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from firedistill.prompts import student_messages
 from firedistill.run.checkpoints import CheckpointError
 from firedistill.run.log import read_jsonl
 from firedistill.setup import load_setup
+from firedistill.tasks.feedback import CUT_MARK
 from killable import same_runs, train
 from test_resume import die, interrupted
 from test_trainer import METHODS
@@ -160,6 +162,24 @@ def test_without_feedback_the_teacher_has_the_students_prompt(places, tmp_path):
     assert prompt == trainer.encoder.encode(student_messages(trainer.task, first))
     rows = read_jsonl(tmp_path / "metrics.jsonl")
     assert all(row["kl"] > 0 and row["teacher_tokens"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["ema", "adapter", "model"])
+def test_the_teacher_check_asks_the_teacher_of_the_run(kind, places, tmp_path, monkeypatch, capsys):
+    run_config(places["base"], tmp_path / "run", eval_size=8).save_yaml(tmp_path / "mine.yaml")
+    script = Path(__file__).parents[1] / "examples" / "teacher_check.py"
+    line = [str(script), str(tmp_path / "mine.yaml"), "--teacher", places[kind], "--max_feedback_tokens", "60"]
+    monkeypatch.setattr("sys.argv", line)
+    found = runpy.run_path(str(script))
+    setup = found["setup"]
+    assert found["engine"].model is (setup.model if kind == "ema" else setup.teacher_model)
+    assert found["wrong"] and all(CUT_MARK in setup.encoder.decode(ids) for ids in found["prompts"])
+    if kind == "model":
+        monkeypatch.setattr("sys.argv", [*line[:-2], "--teacher_feedback", "false", "--method", "no_attribution"])
+        found = runpy.run_path(str(script))
+        asked = [student_messages(setup.task, rollout.example) for rollout in found["wrong"]]
+        assert found["prompts"] == [setup.encoder.encode(messages) for messages in asked]
+        assert "teacher, greedy, without feedback: " in capsys.readouterr().out
 
 
 def test_the_live_student_without_feedback_teaches_nothing(places, tmp_path):
