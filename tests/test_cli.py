@@ -23,7 +23,7 @@ from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli import names
 from firedistill.cli.arguments import parse_settings
-from firedistill.cli.inspect import inspect_command, options_read, print_inspection
+from firedistill.cli.inspect import config_for, inspect_command, options_read, print_inspection
 from firedistill.coerce import built_in_names, coerce, describe
 from firedistill.config import UNUSED
 from firedistill.evaluation import answer_examples
@@ -733,6 +733,13 @@ def test_a_warm_start_can_be_evaluated_and_inspected(recipe, tmp_path, firedisti
     assert told.status == 0 and " right (lenient " in told.out, told.err
     told = firedistill("inspect", warm)
     assert told.status == 0 and "feedback field 1" in told.out, told.err
+    assert "problems to train on: train 12" in firedistill("data", warm, "--rows", 1).out
+
+
+def test_recipes_of_warm_starts_are_read_by_commands_that_do_not_train(firedistill):
+    assert config_for("quickstart-warmstart", {}).feedback_share == 0.8
+    told = firedistill("data", "quickstart-warmstart", "--rows", 1, "--train_size", 4)
+    assert told.status == 0 and "problems to train on: train 4" in told.out, told.err
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,16 @@ def words(text: str) -> list[str]:
     return found
 
 
+def config_class_of(recipe: str | None) -> type[SelfDistillConfig]:
+    """The class of the settings in a recipe or a run directory: those of a warm start, or of self-distillation."""
+    from firedistill.config import SelfDistillConfig, WarmStartConfig  # imports torch
+    from firedistill.recipes import read_recipe
+
+    settings = {} if recipe is None else read_recipe(recipe)
+    warm = "feedback_share" in settings or settings.get("method") == "supervised"
+    return WarmStartConfig if warm else SelfDistillConfig
+
+
 def config_of(config_class: type[Config], recipe: str | None, settings: Mapping[str, Any]) -> Config:
     """The settings that `[RECIPE] [--option value ...]` stand for."""
     from firedistill.recipes import build_config  # imports torch

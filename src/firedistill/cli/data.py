@@ -12,7 +12,7 @@ from typing import Any, cast
 from rich.console import Console
 
 from firedistill.checks import check_examples, check_feedback, check_golds
-from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
+from firedistill.cli.arguments import config_class_of, config_of, parse, refuse_unread, wants_help
 from firedistill.coerce import built_in_names
 from firedistill.config import SelfDistillConfig
 from firedistill.prompts import student_messages, teacher_messages
@@ -97,7 +97,7 @@ def data_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError("name the data: firedistill data my.jsonl")
     quiet_libraries()
     with without_messages("firedistill.tasks.table"):  # the report says it
-        report = inspect_data(config_of(SelfDistillConfig, recipe, settings), options.rows)
+        report = inspect_data(config_of(config_class_of(recipe), recipe, settings), options.rows)
     if options.json:
         console.print(json.dumps(asdict(report), ensure_ascii=True, indent=1), soft_wrap=True)
     else:

@@ -13,9 +13,9 @@ from rich.text import Text
 from torch import Tensor
 
 from firedistill.attribution import Inspection, Inspector, save_attribution
-from firedistill.cli.arguments import config_of, parse, refuse_unread, wants_help
+from firedistill.cli.arguments import config_class_of, config_of, parse, refuse_unread, wants_help
 from firedistill.coerce import built_in_names
-from firedistill.config import SelfDistillConfig, WarmStartConfig
+from firedistill.config import SelfDistillConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json
 from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit, scoring_limit
@@ -84,8 +84,7 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
     if recipe is not None and "task" in settings:
         settings = {**about_another_task(settings["task"], read_recipe(recipe).get("task")), **settings}
     quiet_libraries()
-    supervised = recipe is not None and read_recipe(recipe).get("method") == "supervised"
-    return config_of(WarmStartConfig if supervised else SelfDistillConfig, recipe, settings)
+    return config_of(config_class_of(recipe), recipe, settings)
 
 
 def about_another_task(task: str, own: Any) -> dict[str, Any]:
