@@ -378,6 +378,19 @@ def test_a_union_prefers_every_other_type_to_text():
     assert coerce("none", str) == "none" and coerce("none", str | None) is None
 
 
+def test_mappings_are_converted_with_what_they_hold():
+    assert coerce({1: 2, "b": "x"}, dict[str, str]) == {"1": "2", "b": "x"} and coerce({True: 1}, dict[str, Any]) == {True: 1}
+    for value in ({"x": print}, {"x": None}, {"x": ["y"]}, {("x",): "y"}):
+        with pytest.raises(TypeError, match="^expected a mapping of text to text$"):
+            coerce(value, dict[str, str])
+    with pytest.raises(
+        TypeError, match="expected a mapping of text to a number; YAML reads on, off, yes and no as truth values"
+    ):
+        coerce({True: 1}, dict[str, float])
+    with pytest.raises(ValueError, match=r"feedback is .*: expected a mapping of text to text; functions .* @task\(feedback="):
+        SelfDistillConfig(feedback={"x": print})
+
+
 def test_whole_numbers_may_come_as_text():
     assert coerce(str(2**53 + 1), int) == 2**53 + 1 and coerce("1e3", int) == coerce("1000.0", int) == 1000
     for text in ("2.5", "inf", "9" * 5000, "x", ""):

@@ -30,7 +30,8 @@ def coerce(value: Any, annotation: Any) -> Any:
     """A value as the annotated type; of a union, as the narrowest member that fits.
 
     Numbers and truth values may come as text, lists as comma-separated or YAML text, mappings as JSON text, and None as "none" or
-    "null". Of any other class, the value must be an instance; annotations that are not classes accept every value.
+    "null". What lists and mappings hold is converted, too. Of any other class, the value must be an instance; annotations that are not
+    classes accept every value.
 
     Raises:
         TypeError: the value does not fit; the message says what was expected.
@@ -46,16 +47,20 @@ def coerce(value: Any, annotation: Any) -> Any:
             return _converted(value, kind)
         except (TypeError, ValueError, KeyError, OverflowError, RecursionError):
             continue
-    raise TypeError(f"expected {describe(annotation)}")
+    quoted = isinstance(value, dict) and any(isinstance(word, bool) for pair in value.items() for word in pair)
+    hint = "; YAML reads on, off, yes and no as truth values unless they are in quotation marks" if quoted else ""
+    raise TypeError(f"expected {describe(annotation)}{hint}")
 
 
 def describe(annotation: Any) -> str:
     """The annotated type in words, such as "a number or none"."""
     words = []
     for kind in sorted(_members(annotation), key=lambda kind: kind is types.NoneType):
-        origin = typing.get_origin(kind) or kind
+        origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
         if origin is typing.Literal:
-            words += [repr(choice) for choice in typing.get_args(kind)]
+            words += [repr(choice) for choice in arguments]
+        elif origin is dict and arguments and Any not in arguments:
+            words.append(f"a mapping of {describe(arguments[0])} to {describe(arguments[1])}")
         else:
             words.append("none" if kind is types.NoneType else WORDS.get(origin, getattr(kind, "__name__", str(kind))))
     return " or ".join(dict.fromkeys(words))
@@ -84,6 +89,8 @@ def _converted(value: Any, kind: Any) -> Any:
         value = int(number) if number == int(number) else None
     elif origin in (list, tuple) and isinstance(value, list | tuple):
         value = origin(coerce(item, (arguments or (Any,))[0]) for item in value)
+    elif origin is dict and isinstance(value, dict) and arguments and Any not in arguments:
+        value = {coerce(key, arguments[0]): coerce(item, arguments[1]) for key, item in value.items()}
     elif origin is float or (origin is str and isinstance(value, int | float)) or issubclass(origin, enum.Enum):
         value = origin(value)
     if not isinstance(value, origin) or (origin is float and math.isnan(value)):

@@ -480,7 +480,9 @@ class SelfDistillConfig(TrainingArguments):
             try:
                 setattr(self, name, coerce(os.fspath(value) if isinstance(value, os.PathLike) else value, types[name]))
             except TypeError as error:
-                raise ValueError(f"{name} is {shortened(repr(value))}: {error} ({declared.metadata['help']})") from error
+                function = name == "feedback" and isinstance(value, dict) and any(map(callable, value.values()))
+                hint = "; functions are given to @task(feedback=...)" if function else ""
+                raise ValueError(f"{name} is {shortened(repr(value))}: {error}{hint} ({declared.metadata['help']})") from error
 
     def _filled(self, folder: str) -> str:
         """The folder with the values of the options that it names; the values cannot lead out of it."""
