@@ -11,13 +11,13 @@ import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from transformers import GenerationConfig
 
-from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup
+from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup, task
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
 from firedistill.models.lora import add_lora, load_adapter
 from firedistill.models.tokens import stop_token_ids
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.setup import load_setup
+from firedistill.setup import given_examples, load_setup
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from killable import RandomTask, killable_config
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -367,8 +367,12 @@ def test_problems_may_be_rows_of_a_dataset(config):
     ]
     assert setup.eval_examples[0].question == "0 + 1?"
     published = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "Two.\n#### 2"}])
-    numbers = load_setup(config(), task="gsm8k", train_examples=published.add_column("source", ["x"]), eval_examples=[])
-    assert numbers.train_examples[0].answer == "2", "columns that the task reads"
+    numbers = load_setup(config(), task="gsm8k", train_examples=published, eval_examples=[{"question": "2 + 2?", "answer": 4}])
+    (read,), (given,) = numbers.train_examples, numbers.eval_examples
+    assert (read.answer, given.answer) == ("2", "4"), "columns that the task reads, and fields of an example"
+    row = {"question": "1 + 1?", "answer": 2}
+    (judged,) = given_examples([row], task([row], name="own")(lambda row, response: True), "eval_dataset")
+    assert (judged.answer, judged.metadata["row"]) == ("2", row), "what a verifier in Python reads"
     with pytest.raises(ValueError, match="train_examples/0 has the columns prompt, which example of toy does not read"):
         load_setup(config(), task=ToyTask(), train_examples=[{"prompt": "x"}])
 

@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # The variable without which PyTorch refuses deterministic products on a GPU, and the larger one of the sizes that it accepts
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+NOT_COLUMNS = {"uid", "metadata", "history", "labels", "feedback"}  # fields of `Example` that data do not have as columns
 
 
 @dataclass
@@ -126,7 +127,7 @@ def load_setup(
             in place.
         task: a task, its name, or rows (see `load_task`).
         train_examples, eval_examples: problems to use instead of the task's: examples, or rows (mappings, a `datasets.Dataset`) with
-            the fields of `Example` or the columns that the task's method `example` reads.
+            the columns that the task's method `example` reads, or else with the fields of `Example`.
         train: False loads no training problems of the task, for an evaluation.
         teacher: False loads no teacher, for an evaluation.
 
@@ -349,6 +350,8 @@ def named_task(task: Any, args: SelfDistillConfig, judged: bool) -> Task:
 def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]:
     """Examples that the caller gives, as examples or as rows.
 
+    The task reads a row. Where it cannot, or the row has a field of `Example` that is no column of data, the row holds the fields.
+
     Raises:
         ValueError: a row is neither; the message names it and its columns.
     """
@@ -356,20 +359,27 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
     found = []
     for number, row in enumerate(rows):
         uid = f"{where}/{number}"
-        if isinstance(row, Mapping) and {"question", "answer"} <= row.keys() <= names:
-            values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-            row = Example(**{"uid": uid, **values})
-        elif isinstance(row, Mapping):
+        if isinstance(row, Mapping):
+            has_fields = {"question", "answer"} <= row.keys() <= names
             try:
-                row = task.example(row, uid)
-            except (NotImplementedError, ValueError, LookupError, TypeError) as error:
-                columns = ", ".join(map(str, row))
-                raise ValueError(
-                    f"{uid} has the columns {columns}, which example of {task.name} does not read ({error}): expected question and "
-                    f"answer, and nothing but {', '.join(sorted(names))}"
-                ) from error
+                row = example_of(row, uid) if has_fields and NOT_COLUMNS & row.keys() else task.example(row, uid)
+            except Exception as error:  # a task of others may raise any
+                if not has_fields:
+                    raise ValueError(
+                        f"{uid} has the columns {', '.join(map(str, row))}, which example of {task.name} does not read ({error}): "
+                        f"expected question and answer, and nothing but {', '.join(sorted(names))}"
+                    ) from error
+                row = example_of(row, uid)
         found.append(row)
     return read_examples(found, where)
+
+
+def example_of(row: Mapping[str, Any], uid: str) -> Example:
+    """A row with the fields of `Example`, whose uid is this one unless it has its own."""
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    if isinstance(values["answer"], int | float):
+        values["answer"] = str(values["answer"])
+    return Example(**{"uid": uid, **values})
 
 
 def held_out(task: Task, args: SelfDistillConfig, split: str) -> list[Example]:

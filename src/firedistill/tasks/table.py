@@ -662,6 +662,7 @@ class TableTask(Task):
         Raises:
             BadRow: it cannot be used.
         """
+        self.prepare()
         question, history = self._question(row)
         metadata: dict[str, Any] = {}
         if self.verifier is not None or any(callable(value) for value in self.fields.values()):
