@@ -23,10 +23,13 @@ from firedistill.tasks.types import Example, Verdict
 FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
 MARKERS_IN_JSON = 8  # `Answer:` may be part of a text of the answer
 MAX_ANSWER_CHARACTERS = 20_000
-_AROUND = " *_`\"'\u201c\u201d\u2018\u2019"
+_PAIRS = {**dict(zip("*_`\"'", "*_`\"'", strict=True)), "\u201c": "\u201d", "\u2018": "\u2019"}  # markdown and quotation marks
+_OPENED = re.compile(r"[*_`\"\u201c]{2,}|[*_`\"\u201c](?!\s)")  # not the star of a list
+_SUPERSCRIPTS = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u207f]+")
+_BEFORE_JSON = re.compile(r"(?:```(?:json\b|[A-Za-z]+(?=[ \t\r]*\n))?|[\s*_`])*+", re.IGNORECASE)
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _DELIMITER = re.compile(r"(?<!\\)(?:\$\$?|\\[()\[\]])")  # of a formula in LaTeX
-_MILLIONS = re.compile(r"\d[MB]\b")  # $1.5M is not 1.5; the M of a response may be a unit
+_MAGNITUDE = re.compile(r"\d\s*[KkMB]\b")  # neither $1.5M nor $1.5 M is 1.5; the M of a response may be a unit
 
 
 class ExactTask(Task):
@@ -68,14 +71,15 @@ class RegexTask(ExactTask):
         found = None
         for found in self.pattern.finditer(response):  # noqa: B007 - the last match
             pass
-        submitted = None if found is None else found[1 if self.pattern.groups else 0]
+        group = 1 if self.pattern.groups else 0
+        submitted = None if found is None or found[group] is None else unmarked(found[group], response[: found.start(group)])
         correct = submitted is not None and accepts(example, submitted)
         return Verdict(correct, submitted, example.answer, submitted is not None, correct)
 
 
 class JsonTask(Task):
-    """A task whose answers are JSON values after `Answer:`, equal if they hold the same values: the order of keys, blanks, and the
-    notation of a number do not count."""
+    """A task whose answers are JSON values after `Answer:`, equal if they hold the same values: the order of keys, keys whose value is
+    null, blanks, and the notation of a number do not count."""
 
     type_name = "structured_output"
     answer_type = "json"
@@ -88,10 +92,11 @@ class JsonTask(Task):
 
     def verify(self, example: Example, response: str) -> Verdict:
         ends = [match.end() for match in ANSWER_MARKER.finditer(response)][-MARKERS_IN_JSON:]
-        rests = (canonical_json(fenced(response[end:])) for end in reversed(ends))
+        rests = (stated_json(response[end:]) or canonical_json(fenced(response[end:])) for end in reversed(ends))
         submitted = next((value for value in rests if value is not None), None)
-        correct = submitted == example.answer
-        lenient = correct or canonical_json(fenced(response)) == example.answer
+        gold = without_nulls(example.answer)
+        correct = without_nulls(submitted) == gold
+        lenient = correct or without_nulls(canonical_json(fenced(response))) == gold
         return Verdict(correct, submitted, example.answer, submitted is not None, lenient)
 
 
@@ -213,7 +218,7 @@ def read_gold(kind: Task, value: Any, subject: str) -> tuple[str, str, tuple[str
             return text, "", ()  # the common case, and what `numeric_gold` returns
         working, marker, final = text.rpartition("####")
         gold = numeric_gold(final.strip())
-        if count_normalized(gold) == 0 or _MILLIONS.search(final):
+        if count_normalized(gold) == 0 or _MAGNITUDE.search(final):
             raise BadRow(f"{subject} is not a number", "correct it, or read answers as --answer exact", kind_of(value))
         return gold, working.strip(), ()
     if isinstance(kind, MathTask):
@@ -248,8 +253,20 @@ def _text(value: Any, subject: str) -> str:
 def final_line(response: str) -> str | None:
     """What follows the last `Answer:` on its line; None if nothing does."""
     *_, last = [None, *ANSWER_MARKER.finditer(response)]
-    line = "" if last is None else response[last.end() :].split("\n")[0].strip("* \t\r")
-    return line or None
+    if last is None:
+        return None
+    line = unmarked(response[last.end() :].split("\n")[0], response[: last.end()])
+    return line if line.strip("*") else None
+
+
+def unmarked(text: str, before: str) -> str:
+    """A text without the markdown and the quotation marks that open before it on its line: `Paris**` after `**Answer: `."""
+    opened, text = "".join(_OPENED.findall(before.rpartition("\n")[2])), text.strip()
+    closed, bare = opened[::-1].replace("\u201c", "\u201d"), text.rstrip(" .")
+    starts, ends = text.startswith(opened), bare.endswith(closed)
+    if starts and (not ends or text.startswith(f"{opened} ")):  # **Answer:** Paris
+        return text[len(opened) :].strip()
+    return bare.removesuffix(closed).rstrip() if ends and not starts else text
 
 
 def last_line(response: str) -> str:
@@ -280,9 +297,22 @@ def accepts(example: Example, text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """A text without what does not count in a comparison: case, repeated blanks, and quotes, markdown and a full stop around it."""
-    line = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
-    return line.strip(_AROUND).rstrip(".").strip(_AROUND) or line
+    """A text without what does not count in a comparison: case, repeated blanks, and quotes, markdown and a full stop around it.
+
+    Quotes and markdown are around it in pairs. Powers stay powers: 10² is 10^2, not 102.
+    """
+    line = " ".join(unicodedata.normalize("NFKC", _SUPERSCRIPTS.sub(r"^\g<0>", text)).casefold().split())
+    start, end = 0, len(line)
+    while start < end:
+        if line[end - 1] in " .":
+            end -= 1
+        elif line[start] == " ":
+            start += 1
+        elif end - start > 1 and _PAIRS.get(line[start]) == line[end - 1]:
+            start, end = start + 1, end - 1
+        else:
+            break
+    return line[start:end] or line
 
 
 def fenced(text: str) -> str:
@@ -298,13 +328,38 @@ def refuse_constant(name: str) -> Any:
     raise ValueError(name)  # NaN and Infinity are not JSON
 
 
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
+
 def canonical_json(text: str) -> str | None:
     """A JSON value in one spelling; None if the text is none."""
     try:
-        value = json.loads(text.strip(" *_`\t\r\n"), parse_constant=refuse_constant)
-        return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return _one_spelling(_DECODER.decode(text.strip(" *_`\t\r\n")))
     except (ValueError, RecursionError, TypeError):
         return None
+
+
+def stated_json(text: str) -> str | None:
+    """The JSON value at the beginning of a text, in one spelling; None if there is none, or more than marks on its last line."""
+    text = _BEFORE_JSON.sub("", text, count=1)
+    try:
+        value, end = _DECODER.raw_decode(text)
+        return None if text[end:].split("\n")[0].strip(" *_`.\t\r") else _one_spelling(value)
+    except (ValueError, RecursionError, TypeError):
+        return None
+
+
+def without_nulls(text: str | None) -> str | None:
+    """A JSON value in one spelling, without keys whose value is null: in Parquet and `datasets`, all rows have the keys of all rows."""
+    return text if text is None or "null" not in text else _one_spelling(json.loads(text, object_pairs_hook=_given))
+
+
+def _given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if value is not None}
+
+
+def _one_spelling(value: Any) -> str:
+    return json.dumps(_same_numbers(value), sort_keys=True, ensure_ascii=False, allow_nan=False)
 
 
 def _same_numbers(value: Any) -> Any:
