@@ -75,6 +75,7 @@ def load_task(name: Any, *, judged: bool = False, **options: Any) -> Task:
     if isinstance(name, list | tuple | Mapping) or hasattr(name, "column_names"):
         return TableTask(name, **{**verifier, **options})
     if not isinstance(name, str):
+        _refuse_bare_decorator(name, "the task")
         raise ValueError(
             f"a task is a {type(name).__name__}; expected a name, or an instance of a class derived from firedistill.Task, or rows"
         )
@@ -140,10 +141,14 @@ def _unknown(name: str) -> ValueError:
     return ValueError(f"unknown task {name!r}.{_suggestion(name)} {_known_names()}")
 
 
-def _as_task(task: Any, name: str) -> Task:
-    """The task that a name of somebody else's stands for: an instance, or a class that is called without arguments."""
+def _refuse_bare_decorator(task: Any, name: str) -> None:
     if getattr(task, "__qualname__", "") == "task.<locals>.decorate":
         raise ValueError(f"{name} is decorated without parentheses: write @task(), or @task(answer=...)")
+
+
+def _as_task(task: Any, name: str) -> Task:
+    """The task that a name of somebody else's stands for: an instance, or a class that is called without arguments."""
+    _refuse_bare_decorator(task, name)
     if callable(task) and not isinstance(task, Task):
         with explained(f"{name}()"):
             task = task()
