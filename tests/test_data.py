@@ -15,6 +15,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -30,6 +31,7 @@ from firedistill.rollout import Response, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.identity import data_fingerprint
+from firedistill.setup import given_examples
 from firedistill.step import select_rollouts
 from firedistill.tasks import DataError, TableTask
 from firedistill.tasks.code import CodeTask
@@ -317,7 +319,7 @@ def test_a_file_that_lacks_a_column_is_told_to_have_the_same_ones(row, lacks, tm
     with pytest.raises(DataError, match=f"4 rows: column '{lacks}' is missing .*row 1: the row has .*all files need the same"):
         found.check()
     found = load_task(rows, columns={lacks: f"{{{lacks}}}"}, eval_data=str(tmp_path / "other.jsonl"))
-    with pytest.raises(DataError, match=f"4 rows: the {lacks} is "):
+    with pytest.raises(DataError, match=f"4 rows: column '{lacks}' in the template of the {lacks} is empty"):
         found.check()
 
 
@@ -394,6 +396,9 @@ def test_nested_columns_and_templates():
     rows = [{"task": {"text": f"q{n}", "input": "x"}, "reward": {"truth": [n]}} for n in range(5)]
     found = load_task(rows, columns={"question": "{task.text} {{{task.input}}}", "answer": "reward.truth"})
     assert both(found)[2].question == "q2 {x}" and both(found)[2].answer == "2"
+    rows[3]["task"]["input"] = ""
+    with pytest.raises(DataError, match="row 4: column 'task.input' in the template of the question is empty -> fill it in"):
+        load_task(rows, columns={"question": "{task.text} {task.input}", "answer": "reward.truth"}).check()
 
 
 def test_messages_keep_their_turns():
@@ -429,7 +434,11 @@ CHOICES = [
     ("number from 0", {"choices": ["x", "y", "z"], "answer": 1}, {"answer": "choice:0"}),
     ("number from 1", {"choices": ["x", "y", "z"], "answer": "2"}, {"answer": "choice:1"}),
     ("labels", {"choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answer": "2"}, {}),
+    ("labelled", {"choices": [{"label": "1", "text": "x"}, {"label": "2", "text": "y"}], "answer": "2"}, {}),
+    ("arrays", {"choices": {"label": np.array(["1", "2"]), "text": np.array(["x", "y"])}, "answer": "2"}, {}),
     ("mapping", {"options": {"A": "x", "B": "y"}, "answer": "B"}, {}),
+    ("mapping with gaps", {"options": {"A": "x", "B": None, "C": "y", "D": float("nan")}, "answer": "C"}, {}),
+    ("solution", {"options": ["x", "y"], "answer": "B", "solution": "Answer: B"}, {}),
     ("lettered", {"options": ["A) x", "B) y"], "answer": "B"}, {}),
     ("columns", {"o1": "x", "o2": "y", "o3": None, "answer": "B"}, {"columns": {"options": "o1,o2,o3"}}),
     ("JSON in a cell", {"options": '["x", "y"]', "answer": "B"}, {}),
@@ -492,6 +501,46 @@ def test_golds_may_be_letters_and_texts_where_none_could_be_both():
     with pytest.raises(DataError, match="row 4: column 'answer' is the letter of one option and the text of another"):
         load_task([*rows, unclear]).check()
     assert [e.answer for e in both(load_task([*rows, {**unclear, "choices": ["A", "B"]}]))] == ["C", "A", "B", "B"]
+
+
+def test_a_solution_has_one_answer_line():
+    rows = [{"question": f"q{n}", "options": ["x", "y"], "answer": "B", "solution": "Not x.\n\nAnswer: y"} for n in range(2)]
+    assert {e.solution for e in both(load_task(rows))} == {"Not x.\nAnswer: B"}
+
+
+def test_options_without_texts_are_bad_rows():
+    rows = [{"question": f"q{n}", "options": ["x", "y"], "answer": "B"} for n in range(2)]
+    with pytest.raises(DataError, match="row 3: column 'options' has an option that is neither a text nor has the keys label"):
+        load_task([*rows, {"question": "?", "options": [{"text": "x"}, {"text": "y"}], "answer": "B"}]).check()
+
+
+def test_questions_whose_options_are_shuffled_stay_together():
+    letters = ["p", "q", "r", "s"]
+    once = [{"question": f"Question {n}?", "options": letters, "answer": "p"} for n in range(40)]
+    again = [{**row, "options": letters[::-1]} for row in once]
+
+    def questions(rows, part):
+        return {int(e.question.partition("?")[0].removeprefix("Question ")) for e in load_task(rows).examples(part)}
+
+    assert questions(once, "eval") == {2, 4, 12, 16, 18, 20, 23, 32}
+    for rows in ([*once, *again], [*again, *once]):
+        assert len(questions(rows, "eval")) == 8 and questions(rows, "train") == set(range(40)) - questions(rows, "eval")
+    assert questions([*once, *again], "eval") == questions([*again, *once], "eval")
+
+
+def test_options_are_shown_to_verifiers_and_no_kind_drops_them_silently(caplog):
+    rows = [{"question": f"q{n}", "choices": ["x", "y"], "answer": "second"} for n in range(4)] + [{"question": "Open?"}]
+    first, *_, last = both(task(rows)(lambda row, response: True))
+    assert (first.question, first.labels, first.answer) == ("q0\n\nChoices:\nA. x\nB. y", ("A", "B"), "second")
+    assert (
+        last.question == "Open?" and both(task(rows, columns={"options": ""})(lambda row, response: True))[0].question == "q0"
+    )
+    with pytest.raises(DataError, match="is not a list of options .* or leave the column out by --columns options="):
+        task([{"question": "q", "options": {"digits": 3}}])(lambda row, response: True).check()
+    with pytest.raises(DataError, match="columns options=choices, but answers are read as exact, without options: leave one"):
+        load_task(rows[:4], answer="exact", columns={"options": "choices"}).prepare()
+    assert both(load_task(rows[:4], answer="exact"))[0].question == "q0"
+    assert "column 'choices' is not shown, because answers are read as exact" in caplog.text
 
 
 VERDICTS = [
@@ -581,6 +630,37 @@ def test_golds_that_are_not_of_their_kind_are_bad_rows():
     ):
         with pytest.raises(DataError, match="row 2: column 'answer'"):
             load_task([{"question": "?", "answer": 1}, {"question": "!", "answer": gold}], answer=answer).check()
+
+
+def test_a_question_may_be_repeated_with_what_is_the_same_answer():
+    rows = [{"question": "Which city?", "answer": answer} for answer in ("Paris", "**paris**.")]
+    assert len(both(load_task(rows, answer="exact"))) == 2
+    with pytest.raises(DataError, match="row 3: the question of an earlier row with another answer"):
+        load_task([*rows, {"question": "Which city?", "answer": "Rome"}], answer="exact").check()
+
+
+def test_structs_have_all_keys_and_classes_have_names(tmp_path):
+    """Arrow fills structs up with null, and `datasets` stores the numbers of classes."""
+    rows = [{"question": f"q{n}", "facts": {"city" if n else "symbol": "x"}, "label": n % 2} for n in range(3)]
+    rows += [{"question": "q3", "facts": {"city": "y"}, "label": -1}]
+    data = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    data.to_parquet(str(tmp_path / "rows.parquet"))
+    for source in (data, str(tmp_path / "rows.parquet")):
+        found = load_task(source, columns={"answer": "facts"}, answer="json")
+        assert all(
+            found.verify(e, f"Answer: {json.dumps(row['facts'])}").correct for e, row in zip(both(found), rows, strict=True)
+        )
+        named = load_task(source, bad_rows="skip")
+        assert {e.question: e.answer for e in both(named)} == {"q0": "no", "q1": "yes", "q2": "no"}
+    assert [e.answer for e in given_examples(data.select([1]), named, "rows")] == ["yes"]
+    wide = [{"question": f"q{n}", "options": dict(zip("ABC", "xyz"[: n + 2], strict=False)), "answer": "B"} for n in range(2)]
+    assert [len(e.options) for e in both(load_task(datasets.Dataset.from_list(wide)))] == [2, 3]
+
+
+def test_arrays_are_lists():
+    rows = [{"question": f"q{n}", "answer": np.array([f"a{n}", "b"])} for n in range(3)]
+    found = load_task(rows)
+    assert found.verify(found.examples("train")[0], "Answer: b").correct
 
 
 def test_decimals_of_parquet_are_numbers(tmp_path):
@@ -835,6 +915,10 @@ def test_functions_that_return_rows():
     empty = task(columns={"question": "q"})(lambda split: [{"q": "?", "answer": 1}] if split == "train" else [])
     with pytest.raises(DataError, match="split 'eval', has no rows"):
         empty.check()
+
+    assert task(answer="numeric")(lambda: ROWS).example(ROWS[1], "u").answer == "2"  # before anything else is asked of it
+    with pytest.raises(ValueError, match="the task is decorated without parentheses: write @task"):
+        load_task(task(lambda: ROWS))
 
     @task()
     def broken():

@@ -37,6 +37,7 @@ from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import read_examples
 from firedistill.tasks.judge import load_judge
 from firedistill.tasks.judged import guarded_task
+from firedistill.tasks.reading import rows_of, with_class_names
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
@@ -356,6 +357,8 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
         ValueError: a row is neither; the message names it and its columns.
     """
     names = {declared.name for declared in fields(Example)}
+    if isinstance(getattr(task, "task", task), TableTask) and hasattr(rows, "column_names") and isinstance(rows, Sized):
+        rows = with_class_names(rows_of(rows, where)).records
     found = []
     for number, row in enumerate(rows):
         uid = f"{where}/{number}"

@@ -191,10 +191,13 @@ class Columnar(Sequence[Mapping[str, Any]]):
     Args:
         length: the number of rows.
         read: returns the rows from the first to before the last index as a `pyarrow.Table`.
+
+    Attributes:
+        names_classes: rows hold the names of classes in place of the numbers that `datasets` stores (`ClassLabel`).
     """
 
     def __init__(self, length: int, read: Callable[[int, int], Any]):
-        self.length, self.read = length, read
+        self.length, self.read, self.names_classes = length, read, False
         self.chunk: list[Any] = []
         self.start, self.last = 0, -1
 
@@ -220,12 +223,31 @@ class Columnar(Sequence[Mapping[str, Any]]):
                 if holds_json(field.type):
                     for row in rows:
                         row[field.name] = decoded(row[field.name], field.type)
+            for name, names in class_names(table.schema).items() if self.names_classes else ():
+                for row in rows:
+                    if isinstance(number := row.get(name), int):
+                        row[name] = names[number] if 0 <= number < len(names) else None  # -1 is a missing label
             return rows
         except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # texts and dates that Python cannot hold
             if end - start > 1:
                 self.last = start - 2  # one at a time, so that the error is that of a row
                 return self._convert(start, start + 1)
             raise BadRow("values that cannot be read", "write the file again", str(error).split("\n")[0]) from error
+
+
+def class_names(schema: Any) -> dict[str, list[str]]:
+    """The names of the classes of each column in which `datasets` stores their numbers (`ClassLabel`)."""
+    features = json.loads((schema.metadata or {}).get(b"huggingface", "{}")).get("info", {}).get("features", {})
+    return {
+        name: kind["names"] for name, kind in features.items() if isinstance(kind, dict) and kind.get("_type") == "ClassLabel"
+    }
+
+
+def with_class_names(rows: Rows) -> Rows:
+    """The same rows, with the names of classes in place of their numbers."""
+    if isinstance(rows.records, Columnar):
+        rows.records.names_classes = True
+    return rows
 
 
 def holds_json(kind: Any) -> bool:

@@ -25,9 +25,18 @@ from typing import Any
 
 from firedistill.tasks.choice import ChoiceTask, choice_example
 from firedistill.tasks.feedback import structured_feedback
-from firedistill.tasks.kinds import KINDS, load_kind, read_gold, whole
+from firedistill.tasks.kinds import KINDS, ExactTask, load_kind, plain, read_gold, whole
 from firedistill.tasks.numeric import NumericTask
-from firedistill.tasks.reading import BadRow, folder_splits, hub_rows, hub_splits, is_data_file, open_rows, rows_of
+from firedistill.tasks.reading import (
+    BadRow,
+    folder_splits,
+    hub_rows,
+    hub_splits,
+    is_data_file,
+    open_rows,
+    rows_of,
+    with_class_names,
+)
 from firedistill.tasks.sources import DataError, Rows, kind_of
 from firedistill.tasks.task import Task, digest
 from firedistill.tasks.types import Example, FeedbackField, Verdict
@@ -122,7 +131,12 @@ def cell(row: Mapping[str, Any], name: str) -> Any:
     value: Any = row
     for key in [name] if name in row else name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    return None if is_nan(value) else value
+    return None if is_nan(value) else without_array(value)
+
+
+def without_array(value: Any) -> Any:
+    """An array, which pandas has in place of a list, as the list."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_nan(value: Any) -> bool:
@@ -144,7 +158,7 @@ class Scan:
     Attributes:
         rows: all of them.
         usable: indices of those that can be used.
-        ranks: a hash of the prompt of each usable row; rows with equal ones stay together when a split is divided.
+        ranks: a hash of the question of each usable row; rows with equal ones stay together when a split is divided.
         problems: what is wrong with the others, by kind.
         repeated: rows that repeat an earlier one; they count as often as they occur.
     """
@@ -237,7 +251,7 @@ class TableTask(Task):
                 raise DataError(f"feedback {field_name} is {value!r}: expected a text with columns in braces, or a function")
             if value == "" and field_name not in STANDARD and (hint := nearest(field_name, STANDARD)):
                 raise DataError(f"feedback {field_name}= removes no field{hint}")
-            if field_name == "full" or not re.fullmatch(r"[\w.-]+", field_name):
+            if not isinstance(field_name, str) or field_name == "full" or not re.fullmatch(r"[\w.-]+", field_name):
                 raise DataError(
                     f"feedback names a field {field_name!r}: expected letters, digits, '_', '-' and '.', and not 'full'"
                 )
@@ -292,6 +306,15 @@ class TableTask(Task):
             if isinstance(value, str) and value
         }
         self.kind, self.base = self._find_kind(sample, where)
+        if "options" in self.roles and self.verifier is None and not isinstance(self.kind, ChoiceTask):
+            if spec := self.columns.get("options"):
+                fix = "leave one of the two out, or read answers as choice"
+                raise DataError(
+                    f"{where}: columns options={spec}, but answers are read as {self.answer}, without options: {fix}"
+                )
+            column = self.roles.pop("options")
+            self.guesses.remove(f"options = column {column!r}")
+            self.guesses.append(f"column {column!r} is not shown, because answers are read as {self.answer}")
         self.type_name, self.answer_type, self.checker_mode = self.kind.type_name, self.kind.answer_type, self.kind.checker_mode
         self.final_marker, self.format_instruction = self.kind.final_marker, self.kind.format_instruction
         if self.verifier is not None:
@@ -390,7 +413,7 @@ class TableTask(Task):
 
     def _open(self, split: str) -> Rows:
         if split not in self._scans:
-            self._scans[split] = Scan(self._openers[split]())
+            self._scans[split] = Scan(with_class_names(self._openers[split]()))
         rows = self._scans[split].rows
         if not len(rows):
             part = f", split {split!r}," if len(self._openers) > 1 else ""
@@ -598,6 +621,7 @@ class TableTask(Task):
 
     def _scan(self, scan: Scan) -> None:
         rows, first, shown_at = scan.rows, dict[bytes, tuple[int, int]](), time.monotonic()
+        stems: list[bytes] = []  # of questions with options, a hash of the question without them
         numbers = rows.numbers or range(1, len(rows) + 1)
 
         def problem(place: int, error: BadRow) -> None:
@@ -620,8 +644,9 @@ class TableTask(Task):
                 found = shortened(f"{type(error).__name__}: {error}")
                 problem(index, BadRow("it cannot be read", "correct it or remove the row", found))
                 continue
-            asked = "\n".join([example.question, *(f"{turn['role']}: {turn['content']}" for turn in example.history)])
-            rank, gold = digest(f"{self.division_seed}/{asked}"), hash(example.answer)
+            turns = [f"{turn['role']}: {turn['content']}" for turn in example.history]
+            rank = digest(f"{self.division_seed}/" + "\n".join([example.question, *turns]))
+            gold = hash(plain(example.answer) if isinstance(self.kind, ExactTask) else example.answer)
             if rank not in first:
                 first[rank] = (index, gold)
             elif first[rank][1] == gold or self.verifier is not None:
@@ -637,6 +662,13 @@ class TableTask(Task):
                 continue
             scan.usable.append(index)
             scan.ranks.append(rank)
+            if "options" in self.roles:
+                stems.append(digest("\n".join([self._question(row)[0], *turns])))
+        if stems:  # a question with its options in another order is the same one
+            lowest: dict[bytes, bytes] = {}
+            for stem, rank in zip(stems, scan.ranks, strict=True):
+                lowest[stem] = min(rank, lowest.get(stem, rank))
+            scan.ranks = [lowest[stem] for stem in stems]
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
         """See `Task.examples`; every row of the split is checked first."""
@@ -674,6 +706,9 @@ class TableTask(Task):
         if isinstance(self.kind, ChoiceTask):
             labels, options = self._options(row)
             answer = self._label(row, labels, options)
+            before, _, last = (working or "").rpartition("\n")
+            if last.startswith(self.kind.final_marker):
+                working = before.rstrip()
             example = choice_example("", question, options, answer, working=working)
             question, solution, letters = example.question, example.solution, example.labels
         else:
@@ -686,6 +721,10 @@ class TableTask(Task):
                 if accepted:
                     metadata["accepted"] = accepted
             solution = self._solution(working, answer) if self.verifier is None else working
+            if self._has(row, "options"):  # for a verifier in Python, or a judge
+                _, options = self._options(row)
+                lettered = choice_example("", question, options, "")
+                question, letters = lettered.question, lettered.labels
         return Example(
             uid=uid,
             question=question,
@@ -719,6 +758,12 @@ class TableTask(Task):
             return spec.fill(row)
         return None if spec is None else cell(row, spec)
 
+    def _has(self, row: Mapping[str, Any], role: str) -> bool:
+        """Whether a column of a role is filled in."""
+        spec = self.roles.get(role)
+        names = spec.names if isinstance(spec, Template) else spec if isinstance(spec, list) else [spec] if spec else []
+        return any(shown(cell(row, name)) not in (None, "[]") for name in names)
+
     def _given(self, row: Mapping[str, Any], role: str) -> tuple[Any, str]:
         """The value of a role that a row needs, and what errors call it.
 
@@ -727,6 +772,9 @@ class TableTask(Task):
         """
         spec = self.roles[role]
         if isinstance(spec, Template):
+            if (empty := next((name for name in spec.names if shown(cell(row, name)) is None), None)) is not None:
+                fix = "fill it in, remove the row, or leave the column out of the template"
+                raise BadRow(f"column {empty!r} in the template of the {role} is empty", fix)
             return spec.fill(row), f"the {role}"
         names = spec if isinstance(spec, list) else [spec]
         subject = f"column {', '.join(names)!r}"
@@ -787,11 +835,20 @@ class TableTask(Task):
             with suppress(ValueError):
                 value = json.loads(value)
         labels: Any = None
-        if isinstance(value, Mapping):
-            labels, value = (
-                (value["label"], value["text"]) if {"text", "label"} <= value.keys() else (list(value), list(value.values()))
-            )
         fix = 'write a list of 2 to 26 texts: ["first", "second"]'
+        if self.verifier is not None:
+            fix += ", or leave the column out by --columns options="
+        if isinstance(value, list) and any(isinstance(option, Mapping) for option in value):
+            if not all(isinstance(option, Mapping) and {"label", "text"} <= option.keys() for option in value):
+                raise BadRow(
+                    f"{subject} has an option that is neither a text nor has the keys label and text", fix, kind_of(value)
+                )
+            value = {name: [option[name] for option in value] for name in ("label", "text")}
+        if isinstance(value, Mapping) and {"label", "text"} <= value.keys():
+            labels, value = (without_array(value[name]) for name in ("label", "text"))
+        elif isinstance(value, Mapping):  # Parquet and `datasets` have all labels in all rows
+            labels = [label for label, text in value.items() if not (text is None or is_nan(text))]
+            value = [value[label] for label in labels]
         if not isinstance(value, list) or not 2 <= len(value) <= len(ascii_uppercase):
             raise BadRow(f"{subject} is not a list of options", fix, kind_of(value))
         texts = [shown(option) for option in value]
