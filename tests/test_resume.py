@@ -493,19 +493,20 @@ def test_another_number_of_threads_is_said_once(copy, model, caplog):
 # ---- Signals ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 3), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 3), (signal.SIGINT, 1), (signal.SIGTERM, 4)])
 def test_a_signal_ends_the_step_with_a_checkpoint_and_the_rest_follows(number, step, whole, model, tmp_path, capfd):
-    """Step 3 requires an evaluation, which the resumed run makes first."""
+    """Step 3 and the last one, 4, require an evaluation, which the resumed run makes first."""
     handler = signal.getsignal(number)
     t = interrupted(model, tmp_path / "run", step, lambda: os.kill(os.getpid(), number))
-    assert t.stop.signal == number and t.state.global_step == step
+    assert t.stop.signal == number and t.state.global_step == step and not t.ended
     assert newest_checkpoint(tmp_path / "run").name == f"checkpoint-{step}" and not (tmp_path / "run" / "adapter").exists()
     told = capfd.readouterr().err
     assert "finishing this step" in told and ("Ctrl-C again" in told) == (number == signal.SIGINT)
     assert signal.getsignal(number) == handler, "the handlers are restored"
-    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [0]
-    shutil.copytree(tmp_path / "run" / f"checkpoint-{step}", tmp_path / "kept")
-    train(model, tmp_path / "run", "fire", 4)
+    assert [row["step"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == ([0, 3] if step == 4 else [0])
+    assert not (tmp_path / "run" / "finished.json").exists()
+    assert train(model, tmp_path / "run", "fire", 4).ended
+    assert json.loads((tmp_path / "run" / "finished.json").read_text()) == {"step": 4}
     for path in [tmp_path / "run" / "checkpoint-3", tmp_path / "run" / "checkpoint-1"]:
         shutil.rmtree(path, ignore_errors=True)
     if step == 3:
@@ -529,7 +530,9 @@ def test_a_closed_terminal_and_the_warning_of_a_batch_system_leave_a_checkpoint(
         signal.signal(number, before)
 
 
-@pytest.mark.parametrize(("step", "call"), [(2, "verify"), (3, "verify"), (2, "feedback"), (3, "evaluation")])
+@pytest.mark.parametrize(
+    ("step", "call"), [(2, "verify"), (3, "verify"), (2, "feedback"), (3, "evaluation"), (4, "evaluation")]
+)
 def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole, model, tmp_path, caplog, monkeypatch):
     """Evaluations follow steps 3 and 4; the state of the last whole step is saved."""
     t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, stop_within=0.1), task=RandomTask())
@@ -547,7 +550,7 @@ def test_a_stop_that_takes_too_long_drops_what_is_not_finished(step, call, whole
     for name in ("verify", "feedback"):
         monkeypatch.setattr(RandomTask, name, hanging(name, getattr(RandomTask, name)))
     with caplog.at_level(logging.WARNING):
-        assert t.train().global_step == step
+        assert t.train().global_step == step and not t.ended
     monkeypatch.undo()
     assert f"the work after step {step} did not end within stop_within (0.1 s) and is discarded" in caplog.text
     assert (
@@ -777,16 +780,20 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
     assert same_runs(whole, copy) == []
 
 
-def test_a_stopped_command_says_how_to_resume(model, tmp_path, capsys, monkeypatch):
-    from firedistill.trainer import StepCallbacks
+@pytest.mark.parametrize(("name", "step", "within"), [("finish_step", 1, 60), ("evaluate", 2, 0.5)])
+def test_a_stopped_command_says_how_to_resume(name, step, within, model, tmp_path, capsys, monkeypatch):
+    """After a step, and in the evaluation after the last one, which takes longer than `stop_within`."""
+    killable_config(model, tmp_path / "run", "fire", 2, stop_within=within).save_yaml(tmp_path / "mine.yaml")
+    real = getattr(SelfDistillTrainer, name)
 
-    killable_config(model, tmp_path / "run", "fire", 4).save_yaml(tmp_path / "mine.yaml")
-    real = StepCallbacks.on_step_end
+    def stopped(self, *arguments, **options):
+        if self.state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60 if name == "evaluate" else 0)
+        return real(self, *arguments, **options)
 
-    def on_step_end(self, args, state, control, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, args, state, control, **kwargs)
-
-    monkeypatch.setattr(StepCallbacks, "on_step_end", on_step_end)
+    monkeypatch.setattr(SelfDistillTrainer, name, stopped)
     assert firedistill(["train", str(tmp_path / "mine.yaml")]) == 128 + signal.SIGTERM
-    assert f"stopped by SIGTERM after step 1; resume with: firedistill train {tmp_path / 'run'}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"stopped by SIGTERM after step {step}; resume with: firedistill train {tmp_path / 'run'}" in told
+    assert "held-out accuracy" not in told and not (tmp_path / "run" / "adapter").exists()

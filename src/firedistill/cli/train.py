@@ -74,7 +74,7 @@ def run_training(
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
     if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
         dist.destroy_process_group()
-    if trainer.stop.signal is not None and trainer.state.global_step < config.max_steps:
+    if trainer.stop.signal is not None and not trainer.ended:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
         console.print(f"stopped by {trainer.stop.name} after step {step}; resume with: {resume}", soft_wrap=True)

@@ -140,7 +140,7 @@ class ConsoleReport(TrainerCallback):
             self.live.start()
 
     def on_train_end(self, args, state, control, **kwargs):
-        if isinstance(self.live, NotebookLive) and self.trainer.stop.signal is not None and state.global_step < state.max_steps:
+        if isinstance(self.live, NotebookLive) and self.trainer.stop.signal is not None and self.trainer.incomplete:
             self.print(f"stopped by {self.trainer.stop.name} after step {state.global_step}; run the cell again to continue")
         self.stop()
 

@@ -45,6 +45,7 @@ class ResumableTrainer(Trainer):
     Attributes:
         stop: the request to stop early, if its `signal` is not None.
         evaluation_due: the evaluation after the checkpoint's step has not been made.
+        ended: the last training has come to its end, with everything written.
         resumed_from: the checkpoint from which the run was resumed.
         failed_checkpoints: number of checkpoints that could not be written.
         lock: the main process's lock of the run directory while it trains.
@@ -57,6 +58,7 @@ class ResumableTrainer(Trainer):
     optimizer: Optimizer
 
     evaluation_due: bool = False
+    ended: bool = False
     resumed_from: Path | None = None
     failed_checkpoints: int = 0
     lock: RunLock | None = None
@@ -102,8 +104,14 @@ class ResumableTrainer(Trainer):
         with RunLock(self.args.run_dir) if self.is_world_process_zero() else nullcontext() as self.lock:
             return self._train(resume_from_checkpoint, allow_changes, **kwargs)
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether steps, or the evaluation after the last one, are left."""
+        return self.state.global_step < self.state.max_steps or self.evaluation_due
+
     def _train(self, resume_from_checkpoint: str | Path | bool | None, allow_changes: Sequence[str], **kwargs: Any) -> Any:
         """Train while this process holds the run directory."""
+        self.ended = False
         wanted = resume_from_checkpoint if resume_from_checkpoint is not None else self.args.resume_from_checkpoint
         self.resumed_from = folder = self.checkpoint_to_resume(wanted, allow_changes)
         if folder is None and not self._initial:
@@ -133,11 +141,12 @@ class ResumableTrainer(Trainer):
             except StopOverdue:
                 self.save_settled()
                 return TrainOutput(self.state.global_step, math.nan, {})
-            if self.stop.signal is None or self.state.global_step >= self.state.max_steps:
+            if self.stop.signal is None or not self.incomplete:
                 self.take_random_state()  # of a run that was stopped after its last step
                 self.end_run()
                 if self.is_world_process_zero():
                     mark_finished(run, self.state.global_step)
+                self.ended = True
         return result
 
     def checkpoint_to_resume(self, wanted: str | Path | bool | None, allow_changes: Sequence[str] = ()) -> Path | None:
