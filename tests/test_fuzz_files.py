@@ -249,6 +249,6 @@ def test_a_folder_of_nonsense_is_a_suite_with_states_or_a_complaint(plan, state,
             write(suite.run_folder(run) / "evals.jsonl", metrics)
             write(suite.run_folder(run) / "finished.json", finished)
             assert complete(suite.run_folder(run), run.max_steps) in (True, False)
-            assert run_arguments(suite, run)
+            assert run_arguments(suite, run, suite.checkpoint(run))
         states = suite.states(suite.plan)
         assert all(state.name in STATES for state in states.values()) and isinstance(summary(suite.plan, states), str)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,10 @@ from firedistill.cli import suite as command
 from firedistill.coerce import built_in_names
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
+from firedistill.run.signals import REQUESTS
 from firedistill.suites import plan as planning
 from firedistill.suites import run as running
-from firedistill.suites.plan import Plan, absolute, make_plan, merge, read_plan, read_suite
+from firedistill.suites.plan import Plan, absolute, make_plan, merge, read_plan, read_suite, refuse_edited_recipes
 from firedistill.suites.run import (
     HOST,
     Runner,
@@ -564,6 +566,15 @@ def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
     assert len(plan.runs) == 8 and read_plan(suite.plan_path) == plan
     with pytest.raises(ValueError, match=r"plans toy-fire-seed0 with other settings \(max_steps 16 there, 3 now"):
         suite.widen(make_plan(str(toy), options={"max_steps": "3"}))
+    recipe = toy.parent / "toy.yaml"
+    recipe.write_text(recipe.read_text() + "top_p: 0.9\nmethods: {veto: {max_steps: 3}}\n")
+    with pytest.raises(ValueError, match=rf"plans toy-fire-seed0 with other settings \(its recipe {recipe} was edited\)"):
+        suite.widen(make_plan(str(toy)))
+    with pytest.raises(ValueError, match=rf"plans {plan.runs[0].id} with other settings \(its recipe"):
+        refuse_edited_recipes(plan.runs, suite.folder)
+    refuse_edited_recipes([replace(run, recipe_digest="") for run in plan.runs], suite.folder)  # of an earlier version
+    recipe.write_text(recipe.read_text().replace("top_p: 0.9\n", ""))  # what is for another method does not matter
+    assert suite.widen(make_plan(str(toy))) == plan
     with pytest.raises(ValueError, match="holds suite 'suite', not 'other'"):
         merge(plan, Plan("other", "", {}), tmp_path)
     suite.plan_path.write_text("{")
@@ -607,13 +618,15 @@ with (folder / "metrics.jsonl").open("w") as file:
 (folder / "adapter" / "adapter_config.json").touch()
 if behaviour != "half-way":
     (folder / "finished.json").write_text(json.dumps({"step": steps}))
+if behaviour == "late":
+    os.abort()
 """
 
 
 def stub(behaviour):
     """A command that leaves what a run leaves; `behaviour` maps the id of a run to what it does."""
 
-    def command_of(suite, run):
+    def command_of(suite, run, checkpoint=None):
         return [sys.executable, "-c", STUB, str(suite.run_folder(run)), str(run.max_steps), behaviour.get(run.id, "")]
 
     return command_of
@@ -683,7 +696,7 @@ def test_a_finished_run_whose_checkpoints_were_deleted_is_left_as_it_is(suite):
     for again in ({}, {"retry_failed": True}):
         assert set(work(suite, plan, **again)[0].values()) == {"done"}
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs)
-    assert not {"--resume", "--overwrite"} & set(run_arguments(suite, second)), "what a dry run prints does no harm"
+    assert not {"--resume", "--overwrite"} & set(run_arguments(suite, second, None)), "what a dry run prints does no harm"
 
 
 def test_a_run_is_done_when_it_says_so_and_not_before(suite):
@@ -700,6 +713,17 @@ def test_a_run_is_done_when_it_says_so_and_not_before(suite):
         (suite.run_folder(second) / "finished.json").write_text(nonsense)
         assert suite.state(second).name == "failed"
     assert set(work(suite, plan, retry_failed=True)[0].values()) == {"done"}
+
+
+def test_a_run_that_fails_after_its_end_is_done(suite):
+    """A library may crash while the interpreter exits."""
+    run = suite.plan.runs[0]
+    states, events = work(suite, suite.plan, {run.id: "late"}, runs=[run])
+    assert states[run.id] == suite.state(run).name == "done"
+    assert json.loads(suite.state_path(run).read_text())["exit_code"] == -signal.SIGABRT
+    assert any(line.endswith(f"accuracy 50.0%; killed by signal {signal.SIGABRT:d} after its end") for line in events)
+    suite.state_path(run).unlink()
+    assert suite.state(run).name == "done"
 
 
 NO_STATES = [
@@ -819,7 +843,7 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
 def test_a_run_that_was_asked_to_stop_has_not_failed(suite):
     plan = suite.plan
 
-    def stopped(suite, run):
+    def stopped(suite, run, checkpoint):
         return [sys.executable, "-c", "import sys; sys.exit(143)"] if run == plan.runs[0] else stub({})(suite, run)
 
     events = []
@@ -847,13 +871,32 @@ def test_a_second_signal_kills_the_runs_that_do_not_stop(suite):
     wait_for(lambda: calls(suite, plan.runs[0].id) and suite.record(plan.runs[0]).get("pid"))
     child = suite.record(plan.runs[0])["pid"]
     process.terminate()
-    process.join(0.5)
+    process.join(1.5)
     assert process.exitcode is None and exists(child), "it has a minute"
     process.terminate()
     process.join(10)
     assert process.exitcode == 0
     assert wait_for(lambda: not exists(child))
     assert suite.state(plan.runs[0]).name == "to do"
+
+
+def test_repeated_and_different_signals_stop_the_runs_once(suite, monkeypatch):
+    runner, now = Runner(suite, suite.plan, suite.plan.runs), [5.0]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in REQUESTS}  # the tests may run under nohup
+    try:
+        for last in (signal.SIGINT, signal.SIGTERM):
+            with runner.counted_signals(), monkeypatch.context() as patched:
+                patched.setattr(running.time, "monotonic", lambda: now[0])
+                for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGTERM, signal.SIGXCPU):
+                    os.kill(os.getpid(), number)
+                assert runner.stops == 1
+                now[0] += 1.5 if last == signal.SIGTERM else 0
+                os.kill(os.getpid(), last)
+                assert runner.stops == 2
+            runner.stops = 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_the_end_of_the_terminal_stops_a_suite_unless_it_runs_under_nohup(suite):
@@ -1043,8 +1086,8 @@ def test_a_shared_warm_start_is_run_once_and_first(warm):
     assert (first.id, first.command, first.settings) == ("warmstart-first", "warmstart", {"data_dir": str(warm.folder.parent)})
     assert first.max_steps == 16, "the runs' own length is not the warm start's"
     assert [run.needs for run in others] == [first.id] * 2
-    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in run_arguments(warm, others[0])
-    assert run_arguments(warm, first)[0] == "warmstart"
+    assert f"--initial_adapter={warm.run_folder(first).resolve()}/adapter" in run_arguments(warm, others[0], None)
+    assert run_arguments(warm, first, None)[0] == "warmstart"
     assert warm.states(plan)[others[0].id].name == "waiting"
     assert set(work(warm, plan, slots=[{}, {}, {}])[0].values()) == {"done"}
     assert [len(calls(warm, run.id)) for run in plan.runs] == [1, 1, 1]
@@ -1142,6 +1185,18 @@ def test_the_command_says_what_happens_and_what_failed(toy, tmp_path, capsys, mo
     assert "4 done\n" in capsys.readouterr().out
     assert cli.main([*call[:-1], "6"]) == 2
     assert "plans toy-fire-seed0 with other settings (max_steps 5 there, 6 now" in capsys.readouterr().err
+    assert cli.main([*call[:-2], "--top_p", "0.9"]) == 2
+    assert "toy-fire-seed0 with other settings (top_p None there, 0.9 now)" in capsys.readouterr().err
+    assert cli.main(["suite", str(toy), "-o", str(tmp_path / "s"), "--seeds", "7", "--top_p", "0.9", "--dry-run"]) == 0
+    assert "--max_steps=5 --top_p=0.9 " in capsys.readouterr().out, "an option is added to those that are stored"
+    recipe = toy.parent / "toy.yaml"
+    recipe.write_text(recipe.read_text() + "top_p: 0.9\n")
+    assert cli.main(["suite", str(tmp_path / "s")]) == 0, "nothing is to do"
+    (tmp_path / "s" / "state" / "toy-fire-seed0.json").unlink()
+    (tmp_path / "s" / "runs" / "toy-fire-seed0" / "finished.json").unlink()
+    assert cli.main(["suite", str(tmp_path / "s")]) == 2
+    assert f"plans toy-fire-seed0 with other settings (its recipe {recipe} was edited)" in capsys.readouterr().err
+    assert cli.main(["suite", str(tmp_path / "s"), "--status"]) == 0
     assert cli.main(["suite", str(tmp_path / "s"), "--seeds", "8"]) == 2
     assert "plans no run with these seeds and methods" in capsys.readouterr().err
 
@@ -1208,7 +1263,7 @@ def test_a_real_run_killed_on_the_way_ends_like_one_that_was_not(tmp_path, monke
     suite = SuiteFolder(folder)
     plan = suite.widen(make_plan(str(tmp_path / "suite.yaml")))
     (run,) = plan.runs
-    assert run_command(suite, run) == [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run)]
+    assert run_command(suite, run, None) == [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run, None)]
     process = forked(Runner(suite, plan, plan.runs).work)
     metrics = suite.run_folder(run) / "metrics.jsonl"
     wait_for(lambda: len(read_jsonl(metrics)) >= 4, seconds=180)

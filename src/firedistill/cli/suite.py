@@ -15,7 +15,7 @@ from rich.table import Table
 
 from firedistill.cli.arguments import parse_suite
 from firedistill.coerce import built_in_names
-from firedistill.suites.plan import SET_BY_SUITE, Plan, PlannedRun, make_plan, merge, with_warm_starts
+from firedistill.suites.plan import SET_BY_SUITE, Plan, PlannedRun, make_plan, merge, refuse_edited_recipes, with_warm_starts
 from firedistill.suites.run import Runner, RunState, SuiteFolder, array_part, duration, run_arguments, share, summary
 from firedistill.terminal import visible
 
@@ -41,7 +41,7 @@ def suite_command(arguments: Sequence[str], console: Console) -> int:
     if options.dry_run:
         states = suite.states(plan) if suite.plan_path.is_file() else {run.id: RunState("to do") for run in plan.runs}
         for run in chosen:
-            command = shlex.join(["firedistill", *run_arguments(suite, run)])
+            command = shlex.join(["firedistill", *run_arguments(suite, run, suite.checkpoint(run))])
             console.print(f"{states[run.id].name:8} {command}", soft_wrap=True)
         steps = sum(run.max_steps for run in chosen)
         console.print(
@@ -97,11 +97,14 @@ def planned(options: argparse.Namespace, rest: Mapping[str, str]) -> tuple[Suite
             raise ValueError(
                 f"{suite.folder} plans no run with these seeds and methods; see firedistill suite {suite.folder} --status"
             )
-        return suite, plan, with_warm_starts(chosen, plan.runs)
+        chosen = with_warm_starts(chosen, plan.runs)
+        if not options.status:
+            refuse_edited_recipes([run for run in chosen if suite.state(run).name != "done"], suite.folder)
+        return suite, plan, chosen
     suite.refuse_other_content()
     known = suite.plan if suite.plan_path.is_file() else None
     # A continued suite keeps its options for all runs.
-    plan = make_plan(options.name, options.seeds, options.only, rest or (known.options if known else {}))
+    plan = make_plan(options.name, options.seeds, options.only, {**(known.options if known else {}), **rest})
     return suite, (merge(known, plan, suite.folder) if known else plan), plan.runs
 
 

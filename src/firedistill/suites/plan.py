@@ -8,7 +8,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from itertools import product
 from pathlib import Path
@@ -59,6 +59,7 @@ class PlannedRun:
         variant: what distinguishes it besides method and seed, such as "2x" for the learning rate, after the block's label if it
             has one; usually empty.
         needs: id of the warm start whose adapter the run starts from.
+        recipe_digest: see `recipe_digest`; empty in plans of earlier versions.
 
     Raises:
         ValueError: the id cannot be the name of a folder, or a setting is a secret: plans, logs and command lines can be read by all.
@@ -76,6 +77,7 @@ class PlannedRun:
     max_steps: int
     variant: str = ""
     needs: str | None = None
+    recipe_digest: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[^/\\\0]{1,200}", self.id) or self.id.startswith("."):
@@ -250,7 +252,18 @@ def planned(
 ) -> tuple[PlannedRun, SelfDistillConfig]:
     config = resolved(command, recipe, settings, places)
     values = {key: getattr(config, key) for key in ("model", "task", "method", "seed", "learning_rate", "max_steps")}
-    return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs), config
+    digest = recipe_digest(recipe, config.method)
+    return PlannedRun(name, command, recipe, settings, **values, variant=variant, needs=needs, recipe_digest=digest), config
+
+
+def recipe_digest(recipe: str, method: str) -> str:
+    """A hash of what a recipe sets for a method."""
+    from firedistill.recipes import read_recipe
+    from firedistill.run.identity import digest
+
+    options = read_recipe(recipe)
+    of_methods = options.pop("methods", None)
+    return digest([of_methods.get(method) if isinstance(of_methods, dict) else of_methods, *sorted(options.items(), key=str)])
 
 
 def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig) -> None:
@@ -438,15 +451,28 @@ def merge(known: Plan, new: Plan, where: Path) -> Plan:
         raise ValueError(f"{where} holds suite {known.suite!r}, not {new.suite!r}; name another --output_dir")
     runs = {run.id: run for run in known.runs}
     for run in new.runs:
-        if runs.setdefault(run.id, run) != run:
-            differing = differences(runs[run.id], run)
-            raise ValueError(f"{where} plans {run.id} with other settings ({differing}); name another --output_dir")
+        refuse_other_settings(runs.setdefault(run.id, run), run, where)
     return Plan(known.suite, new.title, new.options, list(runs.values()))
+
+
+def refuse_edited_recipes(runs: Sequence[PlannedRun], where: Path) -> None:
+    """Raise ValueError if a recipe sets other options than when one of these runs was planned."""
+    for run in runs:
+        refuse_other_settings(run, replace(run, recipe_digest=recipe_digest(run.recipe, run.method)), where)
+
+
+def refuse_other_settings(planned: PlannedRun, now: PlannedRun, where: Path) -> None:
+    if planned not in (now, replace(now, recipe_digest="")):
+        differing = differences(planned, now) or f"its recipe {now.recipe} was edited"
+        raise ValueError(
+            f"{where} plans {now.id} with other settings ({differing}); restore them, or name another --output_dir"
+        )
 
 
 def differences(a: PlannedRun, b: PlannedRun) -> str:
     left, right = asdict(a) | a.settings, asdict(b) | b.settings
-    names = [n for n in dict.fromkeys([*left, *right]) if n != "settings" and left.get(n) != right.get(n)]
+    differing = (name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name))
+    names = [name for name in differing if name not in ("settings", "recipe_digest")]
     return ", ".join(f"{name} {left.get(name)} there, {right.get(name)} now" for name in names)
 
 

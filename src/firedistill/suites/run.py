@@ -8,7 +8,8 @@
       state/<id>.lock           locked by the suite process that manages the run
       state/<id>.trainer.lock   locked by the run's own process
 
-A run is done when its process has ended with status 0 and has written `finished.json` into the run directory, which it does last.
+A run is done when its process has ended and has written `finished.json` into the run directory, the last file that it writes. Its exit
+status does not matter then: a library may fail while the interpreter exits.
 
 Both locks are `flock` locks: the operating system releases them when their holder dies. A run's process inherits its lock and keeps
 it when the suite process is killed, so a run directory never has two trainers. Where a file system does not share `flock` between
@@ -42,7 +43,7 @@ from firedistill.files import naming
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.directory import finished_step, is_run, make_folder
 from firedistill.run.log import iterate_jsonl, last_row
-from firedistill.run.signals import REQUESTS
+from firedistill.run.signals import ALWAYS, REQUESTS
 from firedistill.suites.plan import Plan, PlannedRun, coerced_record, merge, read_plan, with_warm_starts, write_json
 from firedistill.terminal import visible
 
@@ -118,6 +119,11 @@ class SuiteFolder:
 
     def log_path(self, run: PlannedRun) -> Path:
         return self.folder / "logs" / f"{run.id}.log"
+
+    def checkpoint(self, run: PlannedRun) -> Path | None:
+        """The checkpoint from which the run continues, if it has begun and not ended."""
+        folder = self.run_folder(run)
+        return newest_checkpoint(folder) if is_run(folder) and not complete(folder, run.max_steps) else None
 
     def state_path(self, run: PlannedRun, kind: str = "json") -> Path:
         """The run's `json`, `lock` or `trainer.lock`."""
@@ -230,10 +236,13 @@ def complete(folder: Path, max_steps: int) -> bool:
 # ---- Running ---------------------------------------------------------------------------------------------------------------
 
 
-def run_arguments(suite: SuiteFolder, run: PlannedRun) -> list[str]:
+def run_arguments(suite: SuiteFolder, run: PlannedRun, checkpoint: Path | None) -> list[str]:
     """Arguments of `firedistill` for a run: from its last checkpoint if it has one, from the beginning otherwise.
 
     Those of a run that has ended neither continue nor replace it.
+
+    Args:
+        checkpoint: `suite.checkpoint(run)`.
     """
     folder = suite.run_folder(run)
     settings = dict(run.settings)
@@ -243,12 +252,12 @@ def run_arguments(suite: SuiteFolder, run: PlannedRun) -> list[str]:
     for name, value in (settings | {"output_dir": str(folder)}).items():
         arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict | list | bool) else value}")
     if is_run(folder) and not complete(folder, run.max_steps):
-        arguments.append("--resume" if newest_checkpoint(folder) else "--overwrite")
+        arguments.append("--resume" if checkpoint else "--overwrite")
     return arguments
 
 
-def run_command(suite: SuiteFolder, run: PlannedRun) -> list[str]:
-    return [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run)]
+def run_command(suite: SuiteFolder, run: PlannedRun, checkpoint: Path | None) -> list[str]:
+    return [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run, checkpoint)]
 
 
 @dataclass
@@ -266,7 +275,7 @@ class Runner:
 
     Attributes:
         tried: ids of the runs that this process has started.
-        stops: number of requests to stop; the first one stops the active runs, the second one kills them.
+        stops: 1 once the active runs are to stop, 2 once they are to be killed.
         troubles: what has been reported and is not repeated.
     """
 
@@ -275,7 +284,7 @@ class Runner:
     runs: Sequence[PlannedRun]
     slots: Sequence[Mapping[str, str]] = ({},)
     retry_failed: bool = False
-    command: Callable[[SuiteFolder, PlannedRun], list[str]] = run_command
+    command: Callable[[SuiteFolder, PlannedRun, Path | None], list[str]] = run_command
     on_event: Callable[[str], None] = print
     on_poll: Callable[[dict[str, RunState]], None] = lambda states: None
     pause: float = 0.5
@@ -325,10 +334,18 @@ class Runner:
 
     @contextmanager
     def counted_signals(self) -> Iterator[None]:
-        """Count `REQUESTS` to stop, except signals that are ignored, as SIGHUP under nohup."""
+        """Set `stops` on `REQUESTS`, except signals that are ignored, as SIGHUP under nohup.
+
+        The runs are killed on Ctrl-C or SIGTERM after one of the two; not on a SIGTERM within a second, since launchers repeat signals.
+        """
+        received: list[float] = []  # when the signals of `ALWAYS` were
 
         def count(number: int, frame: FrameType | None) -> None:
-            self.stops += 1
+            now = time.monotonic()
+            second = bool(received) and number in ALWAYS and (number == signal.SIGINT or now > received[0] + 1.0)
+            self.stops = 2 if second else max(self.stops, 1)
+            if number in ALWAYS:
+                received.append(now)
 
         numbers = [number for number in REQUESTS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, count) for number in numbers}
@@ -402,7 +419,8 @@ class Runner:
         Raises:
             OSError: it could not be started.
         """
-        command, checkpoint = self.command(self.suite, run), newest_checkpoint(self.suite.run_folder(run))
+        checkpoint = self.suite.checkpoint(run)
+        command = self.command(self.suite, run, checkpoint)
         step = step_of(checkpoint) if checkpoint else 0  # the log may reach further; the run repeats those steps
         record = {"state": "running", "host": HOST, "pid": None, "since": time.time(), "from_step": step}
         self.store(run, record)  # before there is a process: hosts may share files without locks
@@ -450,14 +468,16 @@ class Runner:
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
             "accuracy": None if math.isnan(accuracy) else accuracy,
         }
-        if code in (0, None) and complete(folder, run.max_steps):
+        exit_status = "" if code is None else f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        if complete(folder, run.max_steps):
             result["state"] = "done"
             event = f"done in {duration(seconds)}" + ("" if math.isnan(accuracy) else f", accuracy {accuracy:.1%}")
+            event += f"; {exit_status} after its end" if code else ""
         elif code is None or code in STOPPED or self.stops:
             result["state"] = "to do"
             event = f"stopped after step {step}; to be continued"
         else:
-            error = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+            error = exit_status
             if code == 0:
                 error += f" after step {step} of {run.max_steps}, but the run has not reached its end"
             if line := last_line(self.suite.log_path(run)):
