@@ -965,8 +965,15 @@ def test_the_folder_of_a_checkpoint_has_the_teacher_of_its_step(run, firedistill
     by_step, by_folder = firedistill("inspect", run, "--checkpoint", 2), firedistill("inspect", run / "checkpoint-2")
     assert by_step.status == by_folder.status == 0 and by_step.out == by_folder.out
     assert loaded == [run / "checkpoint-2"] * 2
+    loaded.clear()
+    assert firedistill("inspect", run / "adapter").status == 0 and loaded == [run / "checkpoint-4"]
     told = firedistill("eval", run / "checkpoint-2", "--initial_adapter", run / "adapter")
     assert told.status == 2 and "both name an adapter: leave one of them out" in told.err
+
+
+def test_a_recipe_is_inspected_without_the_run_in_its_folder(run, recipe, firedistill, monkeypatch):
+    monkeypatch.setattr(EMAWeights, "load", lambda self, folder: pytest.fail(f"the teacher is that of {folder}"))
+    assert firedistill("inspect", recipe, "--output_dir", run).status == 0
 
 
 def test_inspect_writes_nothing_if_every_example_is_left_out(run, tmp_path, firedistill):

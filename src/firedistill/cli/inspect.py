@@ -208,17 +208,19 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         options.settings["initial_adapter"] = str(checkpoint)
     elif (folder / "checkpoint.json").is_file():
         checkpoint = folder  # student and teacher of that step
+    places = (folder, folder.resolve().parent) if options.recipe is not None and folder.is_dir() else ()
+    run = next((place for place in places if (place / "config.yaml").is_file()), None)  # a recipe's student is in no run
     setup = setup_for(config_for(options.recipe, options.settings))
     args, task, first = setup.args, setup.task, options.example
     examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
     if first >= len(examples):
         raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
     teacher = setup.teacher(scoring_limit(args.tokens_per_forward))
-    if weights := checkpoint or newest_checkpoint(args.run_dir):
+    if weights := checkpoint or (newest_checkpoint(run) if run is not None else None):
         teacher.weights.load(weights)
-    elif args.teacher_kind == "initial" and (folder / "config.yaml").is_file():
+    elif args.teacher_kind == "initial" and run is not None:
         raise ValueError(
-            f"{folder} has no checkpoint, and checkpoints hold the weights of teacher initial: train with fewer save_steps"
+            f"{run} has no checkpoint, and checkpoints hold the weights of teacher initial: train with fewer save_steps"
         )
     inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
