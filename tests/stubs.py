@@ -55,6 +55,7 @@ class StubTeacher(Teacher):
 
     Attributes:
         read: `(response, view, tokens)` for everything that was read.
+        kept: whether keys and values of prompts were kept for other views.
         returned: the states; none of them may receive a gradient.
     """
 
@@ -62,10 +63,11 @@ class StubTeacher(Teacher):
 
     def __init__(self, world: World):
         self.world, self.head, self.device = world, world.head, torch.device("cpu")
-        self.read, self.returned = [], []
+        self.read, self.returned, self.kept = [], [], False
         self.limit = BatchLimit(8192, "tokens", "")
 
     def states(self, rollouts, views, lengths=None, keep=True):
+        self.kept |= keep
         rows = [rollout.prompt_ids[0] for rollout in rollouts]
         lengths = [len(rollout.response_ids) for rollout in rollouts] if lengths is None else list(lengths)
         self.read += [(row, view, length) for view in views for row, length in zip(rows, lengths, strict=True)]

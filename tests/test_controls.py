@@ -108,6 +108,19 @@ def test_hints_leave_out_the_response_itself_and_average_probabilities():
     assert float(contrast(right, wrong)) == pytest.approx(math.log(0.5 / 0.4))
 
 
+@pytest.mark.parametrize("method", ["scope", "srpo", "sdpg", "rlcsd"])
+def test_prompts_that_no_other_view_follows_are_not_kept(method, monkeypatch):
+    world, objective = random_world("mixed"), load_objective(method)
+    monkeypatch.setattr("firedistill.objectives.rlcsd.positions", lambda model: None)
+    monkeypatch.setattr(world.teacher, "view_tokens", lambda rollout, view: 1)
+    monkeypatch.setattr(
+        SDPG, "reference_log_probs", lambda self, step: [tensor([0.0] * len(r.response_ids)) for r in step.rollouts]
+    )
+    world.prepare(objective)
+    world.backward(objective, progress=0.5)
+    assert world.teacher.read and not world.teacher.kept
+
+
 # ---- Group advantage, self-distillation, reference KL ------------------------------------------------------------------------------
 
 
@@ -237,8 +250,10 @@ def test_settings_are_checked(method, settings, complaint):
         ("rlcsd", "model", False, "method rlcsd shows the teacher hints"),
         ("rlcsd", "model", True, None),
         ("sdpg", "student", False, None),
+        ("full_context", "ema", False, "method full_context attributes to .* none: leave method_settings.attribution out"),
+        ("full_context", "ema", True, None),
     ],
 )
 def test_a_teacher_that_would_change_nothing_is_refused(method, kind, feedback, complaint):
     with pytest.raises(ValueError, match=complaint) if complaint else nullcontext():
-        load_objective(method).check_teacher(kind, feedback)
+        load_objective(method, {"attribution": True} if method == "full_context" else {}).check_teacher(kind, feedback)

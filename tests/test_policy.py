@@ -107,13 +107,14 @@ def test_an_update_is_shortened_to_the_radius_and_others_are_left_alone(method, 
         assert all(radius / 3 < row["policy_kl"] <= radius for row in short)
 
 
-def test_an_update_that_cannot_be_shortened_is_undone(checkpoint, tmp_path):
+@pytest.mark.parametrize("change_of_weights", [1.0, math.inf])
+def test_an_update_that_cannot_be_shortened_is_undone(change_of_weights, checkpoint, tmp_path):
     trainer = run_trainer(checkpoint, tmp_path / "run", max_steps=1, eval_size=0)
     start = adapter_weights(trainer)
     change = PolicyChange(trainer.model, rollouts_of([3]), BatchLimit(64, "tokens", ""))
     with torch.no_grad():
         for p in change.parameters.values():
-            p.add_(1.0)
+            p.add_(change_of_weights)
     calls = []
     row = change.scale_back(1e-3, lambda kl: calls.append(len(kl)) or math.nan).row()
     assert row["policy_step_share"] == 0 and len(calls) == MOST_TRIES and set(calls) == {3}

@@ -369,7 +369,11 @@ def test_resumption_by_path_goes_back_and_drops_what_came_later(whole, copy, mod
         t.checkpoint_to_resume("~/none")
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         t.checkpoint_to_resume(str(copy / "checkpoint-9"))
-    with pytest.raises(CheckpointError, match="holds a run of its own"):
+    with pytest.raises(CheckpointError, match=r"holds a run of its own, and .* resume the one that is there \(--resume\), or"):
+        t.checkpoint_to_resume(str(whole / "checkpoint-2"))
+    for checkpoint in copy.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(CheckpointError, match="it has no checkpoint yet, so delete the folder, or choose another --output_dir"):
         t.checkpoint_to_resume(str(whole / "checkpoint-2"))
     with pytest.raises(TypeError, match="resume_from_checkpoint is a int: expected True, False, None, 'auto' or the path"):
         t.train(resume_from_checkpoint=3)

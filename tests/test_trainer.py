@@ -118,6 +118,11 @@ def test_a_run_of_every_method(method, run_of):
         assert rows[0]["teacher_tokens"] > 0 and rows[0]["teacher_tokens_saved"] > 0
     if method == "on_policy_sft":
         assert rows[0]["teacher_tokens"] == 0 and "seconds_score" not in rows[0]
+    if method == "rlcsd":
+        assert any(row["teacher_tokens"] > 0 for row in rows)
+    assert all(row["teacher_tokens_saved"] >= 0 for row in rows)
+    logged = [entry for entry in run.trainer.state.log_history if "loss" in entry]
+    assert [(entry["loss"], entry["grad_norm"]) for entry in logged] == [(row["loss"], row["grad_norm"]) for row in rows]
     assert DIAGNOSTICS.get(method, set()) <= set().union(*rows), "a column that says what the method does"
     groups = {"on_policy_sft": 4, "top_d": 4, "srpo": 4, "scope": 4, "tropd": 5, "rlcsd": 4, "sdpg": 4}.get(method, 1)
     assert run.trainer.objective.responses_per_prompt == groups

@@ -87,7 +87,8 @@ class PolicyChange:
     def move(self, share: float, weights_after: dict[str, Tensor]) -> None:
         """Set the trainable parameters to `before + share (after - before)`, in place."""
         for name, p in self.parameters.items():
-            p.copy_(torch.lerp(self.weights[name], weights_after[name], share))
+            before = self.weights[name]
+            p.copy_(torch.lerp(before, weights_after[name], share) if share else before)  # 0 times infinity is not a number
 
     def scale_back(self, radius: float, mean: Callable[[Tensor], float]) -> Metrics:
         """Shorten the step since this moment until the mean KL on the tokens is at most `radius`; see docs/policy-step.md.

@@ -491,7 +491,7 @@ class SelfDistillTrainer(ResumableTrainer):
             **self.cumulative,
             "train_seconds": total,
             "teacher_tokens": read,
-            "teacher_tokens_saved": naive - read,
+            "teacher_tokens_saved": naive - read if naive else 0,
         }
         after = {
             **{f"memory_mb_rank{rank}": held // 2**20 for rank, (_, _, _, held) in enumerate(ranks) if held is not None},
@@ -522,7 +522,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.last_metrics.get("step") == self.state.global_step:
-            logs = {**self.last_metrics, **logs}
+            logs = {**logs, **self.last_metrics}  # Trainer's loss is that of the last update alone
         super().log(logs, start_time)
 
     # ---- Evaluation ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,14 @@ def setting(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def refuse_missing_fields(method: str, feedback: bool, instead: str) -> None:
+    """Raise ValueError for attribution with a teacher that reads no feedback; it says what to do instead."""
+    if not feedback:
+        raise ValueError(
+            f"method {method} attributes to fields of feedback, and teacher_feedback false shows the teacher none: {instead}"
+        )
+
+
 @dataclass
 class Objective:
     """Base class of the methods: a dataclass whose fields, declared with `setting`, are the method's own settings.

@@ -52,7 +52,7 @@ class Step:
 
     def teacher_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         """`log q(y_t)` of the sampled tokens under the teacher that sees all feedback; one `[T]` CPU tensor per rollout."""
-        return sampled_log_probs(self.teacher.head, self.teacher.full(rollouts), rollouts)
+        return sampled_log_probs(self.teacher.head, self.teacher.full(rollouts, keep=False), rollouts)
 
     def sum_over_processes(self, value: float) -> float:
         """The sum over all processes; every process must call it."""

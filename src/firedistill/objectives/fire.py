@@ -21,7 +21,7 @@ from torch import Tensor
 from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.models.states import ResponseStates
-from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.base import Objective, refuse_missing_fields, setting
 from firedistill.objectives.batches import MicroBatch, map_tokens
 from firedistill.objectives.distributions import (
     centred,
@@ -262,11 +262,8 @@ class Fire(Objective):
         return not rollout.verdict.correct
 
     def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
-        if self.attribution and not feedback:
-            raise ValueError(
-                f"method {self.name} attributes to fields of feedback, and teacher_feedback false shows the teacher none: use method "
-                "no_attribution"
-            )
+        if self.attribution:
+            refuse_missing_fields(self.name, feedback, "use method no_attribution")
 
     def views(self, rollout: Rollout) -> list[View]:
         without = [view for _, view in field_groups(rollout.feedback)] if self.attribution else ()

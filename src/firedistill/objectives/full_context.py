@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
-from firedistill.objectives.base import Objective, setting
+from firedistill.objectives.base import Objective, refuse_missing_fields, setting
 from firedistill.objectives.batches import MicroBatch
 from firedistill.objectives.registry import register
 from firedistill.ops.fire_head import first_pass
@@ -34,6 +35,10 @@ class FullContext(Objective):
         False, "Add FIRE's leave-one-field-out attribution, on correct responses too. Not in the paper."
     )
     projection: bool = setting(False, "Add FIRE's projection onto the radius, on correct responses too. Not in the paper.")
+
+    def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
+        if self.attribution:
+            refuse_missing_fields(self.name, feedback, "leave method_settings.attribution out")
 
     def views(self, rollout: Rollout) -> list[View]:
         return ["full", *(view for _, view in field_groups(rollout.feedback) if self.attribution)]

@@ -141,7 +141,8 @@ class RLCSD(Objective):
             if variants and all(step.teacher.view_tokens(variant, "full") <= most for variant in variants):
                 hinted += variants
                 owners.append((rollout, len(variants)))
-        found = iter(values.double() for values in sampled_log_probs(step.teacher.head, step.teacher.full(hinted), hinted))
+        states = step.teacher.full(hinted, keep=False)
+        found = iter(values.double() for values in sampled_log_probs(step.teacher.head, states, hinted))
         return {rollout: contrast(next(found), [next(found) for _ in range(count - 1)]) for rollout, count in owners}
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:

@@ -114,7 +114,7 @@ class SDPG(Objective):
         if beta == 0 or not rows:
             return loss, metrics
         better = batch.select(rows)
-        full, head = batch.teacher.full(better.rollouts), batch.teacher.head
+        full, head = batch.teacher.full(better.rollouts, keep=False), batch.teacher.head
 
         def distill(student_logits: Tensor, chunk: slice) -> Tensor:
             kl = reverse_kl(student_logits, head(full.hidden[chunk]))

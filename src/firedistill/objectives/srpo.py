@@ -128,7 +128,7 @@ class SRPO(Objective):
         metrics = Metrics()
         tokens = step.sum_over_processes(sum(len(rollout.response_ids) for rollout in step.rollouts))
         wrong = [rollout for rollout in step.rollouts if not rollout.verdict.correct]
-        full = step.teacher.full(wrong)
+        full = step.teacher.full(wrong, keep=False)
         entropies = map_tokens(step.teacher.head, full, lambda logits, chunk: entropy(logits))
         # A factor common to all tokens leaves the weights as they are; without it they cannot underflow together.
         lowest = -step.max_over_processes(max((-float(h.min()) for h in entropies), default=-math.inf))

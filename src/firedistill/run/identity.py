@@ -253,9 +253,9 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint {folder}; expected a folder checkpoint-<step>, or auto")
     if folder.resolve().parent != Path(run).resolve() and (found or is_run(Path(run))):
+        fix = "resume the one that is there (--resume)" if found else "it has no checkpoint yet, so delete the folder"
         raise CheckpointError(
-            f"{run} holds a run of its own, and {folder} belongs to another one: resume the one that is there (--resume), or "
-            "choose another --output_dir"
+            f"{run} holds a run of its own, and {folder} belongs to another one: {fix}, or choose another --output_dir"
         )
     check(folder)
     return folder
