@@ -558,7 +558,8 @@ def test_servers_that_do_not_answer(model, tmp_path):
 
 
 def test_the_command_line_stops_at_errors_and_shows_notes_on_request(model, tmp_path, capsys):
-    config = killable_config(model, tmp_path / "run", "fire", 1, max_context_tokens=1800, eval_size=0, lora_dropout=0.0)
+    changes = {"task": "tiny:ToyTask", "max_context_tokens": 1800, "eval_size": 0, "lora_dropout": 0.0}
+    config = killable_config(model, tmp_path / "run", "fire", 1, **changes)
     config.save_yaml(tmp_path / "mine.yaml")
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--preflight", "only"]) == 0
     shown = capsys.readouterr().out

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from datetime import date
-from typing import cast
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -89,7 +89,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *
     """
 
     def apply() -> str:
-        own = {}
+        own: dict[str, Any] = {}
         if "strftime_now" in str(
             tokenizer.chat_template
         ):  # newer versions of transformers pass no function of ours to a template
