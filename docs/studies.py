@@ -464,6 +464,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "steps-4": ("study-steps", lambda table: steps(table, 4)),
     "steps-16": ("study-steps", lambda table: steps(table, 16)),
     "asdiv": ("study-asdiv", lambda table: evaluated(table, 4)),
+    "asdiv-1": ("study-asdiv", lambda table: evaluated(table, 1)),
     "controls": ("study-controls", beside_fire),
     "tropd": ("study-tropd", beside_fire),
     "rates": ("study-rates", lambda table: rates(table, accuracies)),
