@@ -202,7 +202,7 @@ class VLLMEngine(RemoteEngine):
                 options["kv_cache_memory_bytes"] = int(room)
                 logger.warning(
                     "vLLM's cache gets %.1f GB; %d responses of max_context_tokens would take %.1f GB, so some of them wait for others "
-                    "(lower rollout_batch_size and eval_batch_size, or max_context_tokens, for a smaller cache)",
+                    "(to avoid this, lower rollout_batch_size and eval_batch_size, or max_context_tokens)",
                     room / 1e9,
                     self.sequences,
                     wanted / 1e9,
