@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 
 import pytest
+import torch
 
 from firedistill import FeedbackField, attribution
 from firedistill.attribution import Inspector
 from firedistill.cli import main as cli
 from firedistill.evaluation import answer_examples
-from firedistill.objectives.fire import fire_target
+from firedistill.functional import fire_target, sft_weight
+from firedistill.models.states import score_responses
 from tiny import ToyTask, run_config, run_trainer
 
 
@@ -25,7 +27,7 @@ class Fields(ToyTask):
         return type(verdict)(False, verdict.submitted, "even")
 
     def feedback(self, example, response, verdict):
-        return (FeedbackField(f"f{i}", "hint") for i in range(self.count))
+        return (FeedbackField(f"f{i}", f"hint {i}") for i in range(self.count))
 
 
 def inspector_and_rollouts(checkpoint, folder, count, **changes):
@@ -44,6 +46,26 @@ def test_fields_are_attributed(checkpoint, tmp_path):
     assert len(records) == 2 and told == [1, 2] and len(records[0]["alpha"]) == 32
     sums = [full + sum(row[t] for row in records[0]["alpha"]) for t, full in enumerate(records[0]["alpha_full"])]
     assert sums == pytest.approx([1.0] * len(records[0]["tokens"]), abs=1e-4)
+
+
+def test_the_numbers_are_those_of_the_equations(checkpoint, tmp_path):
+    """At the step scale of the peak rate, 1e-2 over 1e-3, from views that are read one by one."""
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", 3, log_prob_floor=-6.0)
+    found = inspector.inspect(rollouts[0])
+    row, rollout, teacher = inspector.record(found), found.rollout, inspector.teacher
+    with torch.no_grad():
+        student = score_responses(inspector.model.eval(), [rollout.prompt_ids], [rollout.response_ids])
+        z = inspector.head(student.hidden)
+        full, *without = (teacher.head(teacher.states([rollout], [view])[0].hidden) for view in ("full", 0, 1, 2))
+    target = fire_target(z, full, torch.stack(without), step_scale=10.0, log_prob_floor=-6.0)
+    expected = {"rho": target.rho, "gradient_norm": target.energy.sqrt(), "chi": target.chi, "alpha_full": target.alpha[0]}
+    expected |= {"eta": target.eta, "beta": sft_weight(z, torch.tensor(rollout.response_ids), 10.0)}
+    for name, values in expected.items():
+        assert row[name] == pytest.approx(values.tolist(), rel=1e-3, abs=1e-6), name
+    for name, rows in {"alpha": target.alpha[1:], "energy": target.field_energy}.items():
+        for of_field, values in zip(row[name], rows, strict=True):
+            assert of_field == pytest.approx(values.tolist(), rel=1e-3, abs=1e-6), name
+    assert len(set(map(tuple, row["alpha"]))) == 3 and (target.chi > 0).any(), "the fields can be told apart"
 
 
 def test_targets_of_one_chunk_are_held_at_once(checkpoint, tmp_path, monkeypatch):

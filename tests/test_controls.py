@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 import pytest
 import torch
 
+from firedistill import FeedbackField, Verdict
 from firedistill.functional import fire_target, induced_gradient
-from firedistill.objectives import load_objective
+from firedistill.models.states import unwrap
+from firedistill.objectives import Step, load_objective
+from firedistill.objectives.batches import sampled_log_probs
 from firedistill.objectives.rlcsd import RLCSD
 from firedistill.objectives.sdpg import SDPG
+from firedistill.ops import Head
+from firedistill.rollout import Response, Rollout
 from literal import entropy, kl, literal, log_p, mean_of_responses, of_tokens
 from stubs import CASES, assert_result, assert_same, random_world, tensor
+from test_teacher import example, moved_teacher
 
 GROUPS = ["mixed", "groups of five", "a wrong empty response", "one token"]
 
@@ -108,6 +115,33 @@ def test_hints_leave_out_the_response_itself_and_average_probabilities():
     assert float(contrast(right, wrong)) == pytest.approx(math.log(0.5 / 0.4))
 
 
+def step_of_one_prompt() -> Step:
+    """Three responses, the first of which is right; student and teacher differ."""
+    teacher = moved_teacher()
+    rollouts = [
+        Rollout(example(), [5, 6, 7], Response([20 + i, 30, 31], text, True), Verdict(i == 0, None, "even"))
+        for i, text in enumerate(("right", "wrong", "other"))
+    ]
+    return Step(rollouts, 1, 0.0, 0, teacher.model, Head.of(unwrap(teacher.model)), teacher)
+
+
+def test_the_gap_is_that_between_the_right_hint_and_the_wrong_ones(monkeypatch):
+    step = step_of_one_prompt()
+    teacher, (_, wrong, other) = step.teacher, step.rollouts
+    found = RLCSD().gaps(step, step.rollouts)
+
+    def under(rollout, text):
+        hinted = replace(rollout, feedback=(FeedbackField("hint", f"Reference solution: {text}"),))
+        return sampled_log_probs(teacher.head, teacher.full([hinted]), [hinted])[0]
+
+    assert list(found) == [wrong, other], "there is no other right response for the right one"
+    for rollout, text in ((wrong, "other"), (other, "wrong")):
+        torch.testing.assert_close(found[rollout], under(rollout, "right") - under(rollout, text), rtol=1e-5, atol=1e-6)
+        assert found[rollout].abs().max() > 1e-3
+    monkeypatch.setattr("firedistill.objectives.rlcsd.positions", lambda model: 10)
+    assert RLCSD().gaps(step, [wrong, other]) == {}, "hints that are longer than the positions of the model"
+
+
 @pytest.mark.parametrize("method", ["scope", "srpo", "sdpg", "rlcsd"])
 def test_prompts_that_no_other_view_follows_are_not_kept(method, monkeypatch):
     world, objective = random_world("mixed"), load_objective(method)
@@ -122,6 +156,20 @@ def test_prompts_that_no_other_view_follows_are_not_kept(method, monkeypatch):
 
 
 # ---- Group advantage, self-distillation, reference KL ------------------------------------------------------------------------------
+
+
+def test_the_reference_of_sdpg_is_the_student_of_the_first_step_also_in_a_resumed_run():
+    step, objective, again = step_of_one_prompt(), SDPG(), SDPG()
+    expected = step.student_log_probs(step.rollouts)
+    found = objective.reference_log_probs(step)
+    again.load_state(objective.state())
+    with torch.no_grad():
+        for parameter in step.model.parameters():
+            parameter.mul_(1.05)
+    for later in (found, objective.reference_log_probs(step), again.reference_log_probs(step)):
+        for of_one, first in zip(later, expected, strict=True):
+            torch.testing.assert_close(of_one, first, rtol=1e-5, atol=1e-5)
+    assert (torch.cat(step.student_log_probs(step.rollouts)) - torch.cat(expected)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("progress", [0.0, 0.5])

@@ -13,6 +13,7 @@ import threading
 import time
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -704,6 +705,22 @@ def test_math_is_compared_in_a_process_of_its_own(tmp_path):
     assert not guarded.verify(one, "Answer: 9^{9^{9^{9}}}").failed  # the comparison has its own limit
     assert guarded.verify(one, "Answer: 1/2").correct  # by a new process
     found.kind.scorer.close()
+
+
+def test_what_a_math_verdict_compares():
+    kind, asked = MathTask.__new__(MathTask), []
+    kind.scorer = SimpleNamespace(score=lambda gold, answer: float(asked.append(answer) or answer == "0.5"))
+    half = Example("u", "?", "\\frac{1}{2}")
+    for response, expected in {
+        "Answer: $0.5$.": (True, "0.5", True),
+        "so \\boxed{0.5}": (False, None, True),
+        "Answer: 1/3\n": (False, "1/3", False),
+        "Answer: \\boxed{\\frac{1}{2}}": (True, "\\frac{1}{2}", True),
+        "": (False, None, False),
+    }.items():
+        verdict = kind.verify(half, response)
+        assert (verdict.correct, verdict.submitted, verdict.lenient_correct) == expected, response
+    assert half.answer not in asked and not kind.equal("x", "9" * 20_001), "equal texts need no library, long ones get none"
 
 
 @pytest.mark.parametrize(

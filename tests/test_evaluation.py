@@ -125,6 +125,23 @@ def test_samples_and_further_tasks_are_columns_and_change_nothing(checkpoint, tm
     assert loss[0] == loss[1]
 
 
+def test_answers_are_greedy_and_samples_have_the_settings_of_the_run(checkpoint, tmp_path):
+    """With the same random numbers in every evaluation."""
+    trainer = run_trainer(checkpoint, tmp_path / "run", eval_size=2, eval_samples=3, temperature=0.7, top_p=0.9, seed=4)
+    asked, generate = [], trainer.eval_engine.generate
+
+    def watched(prompts, sampling, seed, *more):
+        asked.append((len(prompts), sampling, seed))
+        return generate(prompts, sampling, seed, *more)
+
+    with patch.object(trainer.eval_engine, "generate", watched):
+        for _ in range(2):
+            trainer.evaluate()
+    assert asked[:2] == asked[2:]
+    (few, greedy, _), (many, sampling, seed) = asked[:2]
+    assert (few, greedy.temperature, many, seed) == (2, 0.0, 6, 4) and (sampling.temperature, sampling.top_p) == (0.7, 0.9)
+
+
 def test_other_problems_leave_the_run_as_it_is(checkpoint, tmp_path):
     trainer = run_trainer(checkpoint, tmp_path / "run", max_steps=1, eval_samples=2, eval_also=["arithmetic:easy"])
     trainer.train()

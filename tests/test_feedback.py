@@ -166,9 +166,9 @@ def test_the_fingerprint_identifies_the_problem():
 )
 def test_any_response_costs_linear_time(piece):
     response = piece * (200_000 // len(piece))
-    start = time.perf_counter()
+    start = time.process_time()
     fields = numeric_feedback(response, submitted=response)
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
     assert sum(len(field.text) for field in fields) < 3000
 
 

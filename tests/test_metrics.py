@@ -85,7 +85,7 @@ def test_blocks_are_timed_and_times_add_up():
     for _ in range(2):
         with found.timed("seconds_score", CPU):
             time.sleep(0.02)
-    assert 0.04 <= found.row()["seconds_score"] < 2
+    assert found.row()["seconds_score"] >= 0.04
 
 
 class Clock:

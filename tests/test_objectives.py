@@ -10,7 +10,7 @@ from threading import Barrier
 import pytest
 import torch
 
-from firedistill.functional import fire_target, fisher_radius, induced_gradient, sft_weight
+from firedistill.functional import entropy, fire_target, fisher_radius, induced_gradient, reverse_kl, sft_weight
 from firedistill.metrics import Metrics
 from firedistill.objectives import batches, load_objective
 from firedistill.ops import Head, chunked_token_loss, fire_head
@@ -294,6 +294,25 @@ def test_chunks_of_hard_gradient_excision_are_as_small_as_its_views_need(monkeyp
     monkeypatch.setattr(batches, "chunks", watched)
     world.run(load_objective("hard_gradient_excision"))
     assert max(asked) == 8, "logits of the student, the full teacher and three views, which are copied into one tensor"
+
+
+def test_the_columns_of_fire_are_means_over_the_tokens_of_their_branch():
+    world = one_prompt([40, 30], [True, False], gap=4.0)
+    world.views[1]["full"][20:] = world.student[1][20:]  # inside the radius
+    right, wrong = world.logits("student")
+    world.rollouts[0].response.token_ids[::2] = right.argmax(-1).tolist()[::2]  # whose beta is 1 at step scale 1: p_y >= |p|^2
+    row = world.run(load_objective("fire"), step_scale=1.0).metrics
+    full, without = world.logits()[1], torch.stack([world.logits(j)[1] for j in range(3)])
+    target, beta = fire_target(wrong, full, without, step_scale=1.0), sft_weight(right, world.tokens(0), 1.0)
+    both, over = torch.cat([right, wrong]), target.chi > 0
+    expected = {"rho": fisher_radius(both, 1.0), "entropy": entropy(both), "beta": beta, "clipped_correct": beta < 1}
+    expected |= {"chi": target.chi, "chi_active": over, "alpha_full": target.alpha[0], "eta": target.eta}
+    expected |= {"projected": target.eta < 1, "kl": reverse_kl(wrong, full)}
+    expected |= {f"alpha_field{j}": target.alpha[j + 1] for j in range(3)}
+    expected |= {f"field_energy_field{j}": target.field_energy[j][over] for j in range(3)}
+    assert row.pop("max_bound_ratio") == pytest.approx(1, rel=1e-5)
+    assert row == pytest.approx({name: float(values.double().mean()) for name, values in expected.items()}, rel=1e-5)
+    assert 0 < row["clipped_correct"] < 1 and 0 < row["projected"] < 1
 
 
 def test_every_token_gradient_respects_the_radius():

@@ -36,6 +36,16 @@ def rollout(text: str = "abc", submitted: str | None = None, feedback: tuple = (
 # ---- Rows ------------------------------------------------------------------------------------------------------------------
 
 
+def test_lenient_and_truncated_answers_are_told_from_others():
+    right, lenient = rollout("ab", "4"), rollout("abc")
+    verdict, response = replace(lenient.verdict, lenient_correct=True), replace(lenient.response, finished=False)
+    lenient = replace(lenient, verdict=verdict, response=response)
+    summary = summarize([right, lenient, rollout("a"), rollout("a")])
+    assert (summary["accuracy"], summary["lenient_accuracy"], summary["truncated_rate"]) == (0.25, 0.5, 0.25)
+    row = rollout_row(lenient, 1, "p", False)
+    assert (row["correct"], row["lenient_correct"], row["finished"], row["trained"]) == (False, True, False, False)
+
+
 def test_every_row_is_on_disk_as_soon_as_it_is_written(tmp_path):
     log = RunLog(tmp_path / "deep" / "run")
     for step in (1, 2):

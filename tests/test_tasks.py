@@ -171,6 +171,14 @@ def test_verdicts(name):
     assert len(task.feedback(example, "", empty)) == 4
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_answer_in_another_form_is_lenient_correct(name):
+    task = load_task(name)
+    example = task.example(ROWS[name], uid="u")
+    verdict = task.verify(example, f"The answer is \\boxed{{{example.answer}}}.\nThat was easy.")
+    assert not verdict.correct and not verdict.well_formed and verdict.lenient_correct
+
+
 def test_arc_letters_are_kept():
     row = {**ROWS["arc_challenge"], "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}
     assert load_task("arc_challenge").example(row, uid="u").answer == "A"

@@ -6,6 +6,7 @@ import copy
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -536,3 +537,70 @@ def test_one_response_without_a_finite_loss_costs_its_step_and_is_named(checkpoi
     assert bad == [bool(row["skipped_update"]) for row in rows] and True in bad and False in bad
     assert expected.executed == [[not skipped] for skipped in bad], "neither student nor teacher moves in a bad step"
     assert "the gradient is not finite, so nothing is updated; trained on:" in caplog.text and "toy/train/3" in caplog.text
+
+
+# ---- What a step does ------------------------------------------------------------------------------------------------------
+
+
+@register("by_prompt")
+class ByPrompt(Objective):
+    """An update per prompt with a large gradient, except for the third prompt, which has none."""
+
+    def needs_teacher(self, rollout):
+        return False
+
+    def updates(self, prompts, draw):
+        return [[prompt] for prompt in prompts]
+
+    def prepare(self, step):
+        self.seen, self.losses = [], []
+        return super().prepare(step)
+
+    def loss(self, batch):
+        self.seen.append((batch.prompts, batch.responses))
+        loss = (0.0 if batch.rollouts[0].prompt_index == 2 else 1e4) * batch.student.hidden.float().sum()
+        self.losses.append(float(loss.detach()))
+        return loss, Metrics()
+
+
+class UpdateNorms(TrainerCallback):
+    """The Euclidean norm of what each update changes."""
+
+    def __init__(self, trainer):
+        self.trainer, self.before, self.norms = trainer, adapter_weights(trainer), []
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        now = adapter_weights(self.trainer)
+        self.norms.append(float(torch.cat([(now[name] - self.before[name]).flatten() for name in now]).norm()))
+        self.before = now
+
+
+def test_every_update_of_a_step_is_clipped_and_has_a_gradient_of_its_own(checkpoint, tmp_path):
+    """By SGD, whose update is the rate, 1e-2, times the clipped gradient."""
+    changes = {"optim": "sgd", "weight_decay": 0.0, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
+    changes |= {"method_settings": {"group_size": 2}, "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
+    trainer = run_trainer(checkpoint, tmp_path / "run", method="by_prompt", **changes)
+    updates = UpdateNorms(trainer)
+    trainer.add_callback(updates)
+    trainer.train()
+    assert updates.norms == pytest.approx([0.005, 0.005, 0.0, 0.005], rel=1e-3, abs=1e-7)
+    assert trainer.objective.seen == [(1, 2)] * 4, "one prompt with two responses each"
+    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert row["loss"] == pytest.approx(sum(trainer.objective.losses) / 4, rel=1e-5) and row["updates"] == 4
+
+
+def test_the_distributions_of_the_loss_have_the_temperature_of_the_setting(checkpoint, tmp_path):
+    """Those of student and teacher; the engine is compared with the student at temperature 1."""
+    changes = {"method": "supervised", "train_size": 1, "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
+    trainer = run_trainer(checkpoint, tmp_path / "run", score_temperature=2.0, **changes)
+    (example,) = trainer.train_dataset.examples
+    prompt, ids = trainer.encoder.encode(student_messages(trainer.task, example)), [8, 9, 10]
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor([[*prompt, *ids]])).logits[0, -4:-1]
+    plain, warm = (z.log_softmax(-1)[torch.arange(3), torch.tensor(ids)] for z in (logits, logits / 2))
+    response = Response(ids, "xyz", True, plain.tolist())
+    trainer.rollout_engine = SimpleNamespace(generate=lambda prompts, *arguments: [response] * len(prompts))
+    trainer.train()
+    (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert row["loss"] == pytest.approx(-warm.mean().item(), rel=1e-4)
+    assert row["rollout_kl"] == pytest.approx(0, abs=1e-4) and trainer.teacher.head.temperature == 2.0

@@ -441,6 +441,7 @@ class Server(ThreadingHTTPServer):
     Attributes:
         adapters: contents of the registered adapters, by name.
         requests: number of requests by path.
+        completions: the bodies of the requests for completions.
         faults: statuses, bytes, or None for a cut connection, that the next requests for completions get.
     """
 
@@ -448,6 +449,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model, self.refuses_adapters = Counter(), [], False, ""
+        self.completions: list[dict] = []
         self.context, self.version, self.models = 4096, "0.32.0", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -493,6 +495,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/unload_lora_adapter":
             self.server.adapters.pop(body["lora_name"])
             return self.answer(200, "Success")
+        self.server.completions.append(body)
         if self.server.faults:
             status = self.server.faults.pop(0)
             if status is None:
@@ -540,6 +543,23 @@ def test_servers_share_the_prompts(model, servers, tmp_path):
     assert all(response.finished and response.log_probs == [-0.5] * 3 for response in responses)
     assert [one.requests["/v1/completions"] for one in servers] == [2, 1] and told[-1] == 3
     assert set(engine.take_metrics().seconds) == {"seconds_export", "seconds_load", "seconds_sampling"}
+
+
+def test_servers_get_the_settings_of_the_call(model, servers, tmp_path):
+    engine = engine_for(model, servers[:1], tmp_path)
+    engine.generate(PROMPTS[:2], Sampling(0.7, 0.9, 6, 12, 1.1), seed=3, limits=[5, 4])
+    engine.generate(PROMPTS[:1], Sampling(0.0, 0.9, 6, 12, 1.0), seed=3)
+    sampled, other, greedy = sorted(servers[0].completions, key=lambda body: -body["temperature"] - body["max_tokens"] / 100)
+    common = {"stop_token_ids": sorted(engine.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+    common |= {"skip_special_tokens": False, "model": sampled["model"]}
+    settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "repetition_penalty": 1.1}
+    assert sampled.pop("seed") != other.pop("seed") and greedy.pop("seed") is not None
+    for body in (sampled, other, greedy):
+        body["stop_token_ids"].sort()
+    assert sampled == {**common, **settings, "max_tokens": 5, "prompt": PROMPTS[0]}
+    assert other == {**common, **settings, "max_tokens": 4, "prompt": PROMPTS[1]}
+    plain = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    assert greedy == {**common, **plain, "max_tokens": 6, "prompt": PROMPTS[0]}
 
 
 def test_processes_with_few_prompts_use_all_servers(model, folder, servers, tmp_path, monkeypatch):
@@ -697,7 +717,9 @@ def test_a_server_that_is_gone_is_an_error(model, tmp_path, monkeypatch):
 def test_a_server_that_goes_before_it_has_the_adapter_gets_it_later(model, servers, tmp_path, monkeypatch):
     engine = engine_for(model, servers[:1], tmp_path, patience=0.1)
     engine._check_servers()
-    urls, engine.servers = engine.servers, ["http://127.0.0.1:9"]
+    gone = Server()
+    gone.stop()
+    urls, engine.servers = engine.servers, [gone.url]
     with pytest.raises(RolloutError, match="has not answered"):
         engine.generate(PROMPTS, GREEDY, seed=0)
     engine.servers = urls
