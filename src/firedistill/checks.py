@@ -53,7 +53,7 @@ CHECK_SECONDS = 30.0  # after which a check of a split's examples starts no furt
 TOLERATED = 0.1  # share of golds that may fail with a warning only
 SLOW_VERDICT = 1.0  # seconds
 GB = 1e9
-# Peak of a step over its memory in use: glibc keeps freed blocks, measured at up to 1.27 (docs/how-a-step-works.md)
+# Peak of a step over its memory in use: glibc keeps freed blocks, measured at up to 1.27 (docs/scale.md)
 RETAINED = 1.3
 
 Level = Literal["error", "warning", "note"]
