@@ -64,7 +64,7 @@ from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.run.card import model_card
 from firedistill.run.checkpoints import CheckpointError, load_state, random_state, restore_random_state, save_state
 from firedistill.run.console import ConsoleReport
-from firedistill.run.identity import identity, model_fingerprint, tokenizer_fingerprint
+from firedistill.run.identity import data_fingerprint, model_fingerprint, to_plain, tokenizer_fingerprint
 from firedistill.run.log import RunLog, rollout_row
 from firedistill.run.resume import ResumableTrainer
 from firedistill.run.trackers import guard_trackers, name_in_trackers
@@ -587,21 +587,19 @@ class SelfDistillTrainer(ResumableTrainer):
     # ---- The run directory ---------------------------------------------------------------------------------------------------
 
     def identity(self) -> dict[str, Any]:
+        """The settings of the run and fingerprints of its inputs, as plain JSON values."""
         if self._identity is None:
-            examples, base = self.train_dataset.examples, model_fingerprint(self.model)
-            kind, own = self.args.teacher_kind, self.setup.teacher_model
-            teacher = kind if own is None else model_fingerprint(own)
-            judge = self.guarded.judge_file
-            self._identity = identity(
-                self.args.resolved(),
-                examples,
-                self.eval_examples,
-                base,
-                self.args.world_size,
-                teacher,
-                None if judge is None else judge.fingerprint,
-                tokenizer_fingerprint(self.setup.tokenizer),
-            )
+            kind, own, judge = self.args.teacher_kind, self.setup.teacher_model, self.guarded.judge_file
+            given = {
+                "base_model": model_fingerprint(self.model),
+                "train_data": data_fingerprint(self.train_dataset.examples),
+                "eval_data": data_fingerprint(self.eval_examples),
+                "world_size": self.args.world_size,
+                "teacher_weights": kind if own is None else model_fingerprint(own),
+                "judge_file": None if judge is None else judge.fingerprint,
+                "tokenizer": tokenizer_fingerprint(self.setup.tokenizer),
+            }
+            self._identity = to_plain({"settings": self.args.resolved(), "given": given})
         return self._identity
 
     def begin_run(self, step: int) -> None:

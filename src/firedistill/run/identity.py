@@ -39,38 +39,6 @@ SAMPLED_VALUES = 64  # of a parameter in a fingerprint; fingerprints of stored r
 # ---- What makes a run the same run -------------------------------------------------------------------------------------------
 
 
-def identity(
-    settings: Mapping[str, Any],
-    train: Sequence[Example],
-    evaluation: Sequence[Example],
-    base_model: str,
-    world_size: int,
-    teacher: str = "ema",
-    judge: str | None = None,
-    tokenizer: str | None = None,
-) -> dict[str, Any]:
-    """The settings of a run and fingerprints of its inputs, as plain JSON values.
-
-    Args:
-        settings: `SelfDistillConfig.resolved()`.
-        base_model: see `model_fingerprint`.
-        world_size: number of processes.
-        teacher: "ema", another average of the student by its name, or the `model_fingerprint` of a teacher with weights of its own.
-        judge: the `JudgeFile.fingerprint` of the judge; None without one.
-        tokenizer: see `tokenizer_fingerprint`.
-    """
-    given = {
-        "base_model": base_model,
-        "train_data": data_fingerprint(train),
-        "eval_data": data_fingerprint(evaluation),
-        "world_size": world_size,
-        "teacher_weights": teacher,
-        "judge_file": judge,
-        "tokenizer": tokenizer,
-    }
-    return to_plain({"settings": dict(settings), "given": given})
-
-
 def data_fingerprint(examples: Sequence[Example]) -> str:
     """`<number of examples>:<hash of their texts>`."""
     parts = [(e.uid, e.question, str(e.answer), e.labels, e.options, e.solution, *filter(None, added(e))) for e in examples]

@@ -77,7 +77,7 @@ class ResumableTrainer(Trainer):
         self.add_callback(self.stop)
 
     def identity(self) -> dict[str, Any]:
-        """What makes the run the same run; see `firedistill.run.identity.identity`."""
+        """What makes the run the same run; see `SelfDistillTrainer.identity`."""
         raise NotImplementedError
 
     def adopt(self, settings: Mapping[str, Any]) -> None:
