@@ -27,7 +27,7 @@ from firedistill.report.curves import plot_runs  # noqa: E402
 from firedistill.report.groups import METHODS, read_study  # noqa: E402
 from firedistill.report.page import write_page  # noqa: E402
 from firedistill.report.paired import paired_differences  # noqa: E402
-from firedistill.report.palette import line_of  # noqa: E402
+from firedistill.report.palette import LINES  # noqa: E402
 from firedistill.report.tables import accuracy_tables  # noqa: E402
 
 IMAGES = Path(__file__).parent / "images"
@@ -142,7 +142,7 @@ def noise(theme: str) -> Any:
         cells = by_share(read_rows("study-noise"), place)
         for row, (_, fire, plain) in enumerate(reversed(cells)):
             mean, low, high = interval(paired(fire, plain, "sampled"))
-            hue = getattr(line_of("fire"), theme)
+            hue = getattr(LINES["fire"], theme)
             ax.plot([low, high], [row, row], color=hue, linewidth=2.5, alpha=0.6)
             ax.scatter([mean], [row], s=36, color=hue)
         ax.axvline(0, color=REST, linewidth=1)
@@ -173,7 +173,7 @@ def dots(table: Any, rows: list[tuple[str, dict[str, str], str]], rates: Sequenc
         ax.set_title(title, color=THEMES[theme][0], loc="left", fontsize=10)
         for place, (_, chosen, method) in enumerate(reversed(rows)):
             found = 100 * select(table, rate=rate, **chosen)["sampled_accuracy"]
-            hue = getattr(line_of(method), theme)
+            hue = getattr(LINES[method], theme)
             if len(found):
                 ax.scatter(found, [place] * len(found), s=24, color=hue, alpha=0.6, linewidths=0)
                 ax.plot([found.mean()] * 2, [place - 0.3, place + 0.3], color=hue, linewidth=2.5)

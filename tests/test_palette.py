@@ -9,8 +9,8 @@ import pytest
 
 from firedistill.objectives import registered_objectives
 from firedistill.report.figures import LINE_STYLES, rate_colours
-from firedistill.report.groups import METHODS, Group, assign_lines
-from firedistill.report.palette import GROUND, HUES, REST, SPARE, line_of, shades
+from firedistill.report.groups import Group, assign_lines
+from firedistill.report.palette import GROUND, LINES, REST, SPARE, shades
 
 THEMES = ("light", "dark")
 # Machado, Oliveira and Fernandes (2009), table 1 at severity 1.0, for linear RGB.
@@ -60,9 +60,9 @@ def test_the_formulas_on_known_colours():
 @pytest.mark.parametrize("theme", THEMES)
 def test_every_line_stands_out_from_the_page(theme):
     side = THEMES.index(theme)
-    colours = [hue[side] for hue in [*HUES.values(), *SPARE, REST]]
-    for method in HUES:
-        colours += [getattr(shade, theme) for shade in shades(line_of(method), [0.25, 0.5, 1, 2, 4, 8, 16]).values()]
+    colours = [hue[side] for hue in [*SPARE, REST]]
+    for line in LINES.values():
+        colours += [getattr(shade, theme) for shade in shades(line, [0.25, 0.5, 1, 2, 4, 8, 16]).values()]
     assert min(contrast(colour, GROUND[side]) for colour in colours) >= 3
 
 
@@ -70,13 +70,13 @@ def test_every_line_stands_out_from_the_page(theme):
 @pytest.mark.parametrize("theme", THEMES)
 def test_no_two_methods_look_the_same(theme, vision):
     side = THEMES.index(theme)
-    colours = [hue[side] for hue in [*HUES.values(), *SPARE, REST]]
+    colours = [*(getattr(line, theme) for line in LINES.values()), *(hue[side] for hue in [*SPARE, REST])]
     closest = min(difference(one, other, vision) for one, other in itertools.combinations(colours, 2))
     assert closest >= (15 if vision == "normal" else 10)
 
 
-def test_every_method_has_a_hue_and_a_title():
-    assert set(HUES) == set(METHODS) <= {"supervised", *registered_objectives()}
+def test_lines_are_those_of_methods():
+    assert set(LINES) <= {"supervised", *registered_objectives()}
 
 
 def groups(*of):
@@ -89,7 +89,7 @@ def groups(*of):
 @pytest.mark.parametrize("theme", THEMES)
 def test_learning_rates_are_shades_of_the_methods_hue(theme):
     lines = groups(*(("fire", factor, "") for factor in (0.25, 0.5, 1, 2, 4)))
-    assert lines[2] == line_of("fire")
+    assert lines[2] == LINES["fire"]
     lightness = [lab(getattr(line, theme))[0] for line in lines]
     distance = [abs(lab(GROUND[THEMES.index(theme)])[0] - value) for value in lightness]
     assert distance[2:] == sorted(distance[2:]), "higher rates are stronger"
@@ -99,13 +99,13 @@ def test_learning_rates_are_shades_of_the_methods_hue(theme):
 
 def test_a_line_belongs_to_one_group_where_hues_run_out():
     of = (
-        [(method, 1, "") for method in METHODS]
+        [(method, 1, "") for method in LINES]
         + [(f"own{i}", 1, "") for i in range(6)]
         + [("fire", 1, f"x {i}") for i in range(6)]
     )
     lines = groups(*of)
     assert len(set(lines)) == len(lines) and {line.style for line in lines} <= set(LINE_STYLES)
-    assert lines[: len(METHODS)] == [line_of(method) for method in METHODS]
+    assert lines[: len(LINES)] == list(LINES.values())
 
 
 def test_the_rates_of_a_figure_are_shades_of_one_hue():

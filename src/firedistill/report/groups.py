@@ -11,32 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from firedistill.config import SelfDistillConfig, effect
-from firedistill.report.palette import HUES, Line, line_of, shades, spare_lines
+from firedistill.report.palette import LINES, METHODS, Line, shades, spare_lines
 from firedistill.report.read import Run, read_runs, shown
 from firedistill.suites.plan import SUBSET_OFFSET
 
 Item = TypeVar("Item")
 
-# Titles, in the order of the paper's tables.
-METHODS = {
-    "supervised": "Warm start",
-    "full_context": "Full Context",
-    "on_policy_sft": "On-Policy SFT",
-    "veto": "Veto",
-    "top_d": "TOP-D",
-    "tropd": "TrOPD",
-    "srpo": "SRPO",
-    "demopsd": "DemoPSD",
-    "scope": "SCOPE",
-    "negative_advantage": "Negative Advantage",
-    "rlcsd": "RLCSD",
-    "sdpg": "SDPG",
-    "routing": "Routing Alone",
-    "no_attribution": "No Attribution",
-    "no_projection": "No Projection",
-    "hard_gradient_excision": "Hard Gradient Excision",
-    "fire": "FIRE",
-}
 TASKS = {
     "gsm8k": "GSM8K",
     "asdiv": "ASDiv",
@@ -289,9 +269,9 @@ def assign_lines(groups: Sequence[Group]) -> None:
     """Give the first group of each method the method's line, other groups a spare one; learning rates are shades of it."""
     families = partition(sorted(groups, key=lambda group: group.factor != 1), lambda group: (group.method, group.apart))
     used = {method for method, _ in families}
-    own, spare = used & HUES.keys(), itertools.cycle(spare_lines(sorted(used)))
+    own, spare = used & LINES.keys(), itertools.cycle(spare_lines(sorted(used)))
     for (method, _), members in families.items():
-        line = line_of(method) if method in own else next(spare)
+        line = LINES[method] if method in own else next(spare)
         own.discard(method)
         of_rate = shades(line, [group.factor for group in members])
         for group in members:

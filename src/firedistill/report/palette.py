@@ -13,33 +13,12 @@ from dataclasses import dataclass, replace
 GROUND = ("#ffffff", "#14171b")
 # Lines that are not chosen.
 REST = ("#8b8b8b", "#808080")
-HUES = {
-    "supervised": ("#00465e", "#2cc4ff"),
-    "full_context": ("#0070ad", "#3cadff"),
-    "on_policy_sft": ("#ff4590", "#ff5796"),
-    "veto": ("#7b0033", "#ffacbb"),
-    "top_d": ("#766a00", "#fee713"),
-    "tropd": ("#c048ba", "#e36adc"),
-    "srpo": ("#2f87ff", "#c5d0ff"),
-    "demopsd": ("#006670", "#52c2d1"),
-    "scope": ("#2320bb", "#8b6aff"),
-    "negative_advantage": ("#8d117f", "#ffdbf7"),
-    "rlcsd": ("#98643e", "#e5aa80"),
-    "sdpg": ("#009e68", "#00eb9c"),
-    "routing": ("#0099d3", "#0090c6"),
-    "no_attribution": ("#759a4d", "#80a658"),
-    "no_projection": ("#1da628", "#0e9f21"),
-    "hard_gradient_excision": ("#672900", "#dc5c00"),
-    "fire": ("#e32e20", "#ff775d"),
-}
-# For methods that are not in the list, and for variants of a method.
+# For methods that are not in STYLES, and for variants of a method.
 SPARE = [
     ("#007464", "#01d8bb"),
     ("#760050", "#f800ac"),
     ("#974141", "#c56966"),
 ]
-ABLATIONS = ("no_attribution", "no_projection", "hard_gradient_excision")
-CONTROLS = ("negative_advantage", "rlcsd", "sdpg", "routing")
 LOWER_RATE, HIGHER_RATE = "dot", "longdash"
 
 
@@ -52,15 +31,33 @@ class Line:
     style: str = "solid"
 
 
-def line_of(method: str) -> Line:
-    """The line of a method in HUES."""
-    style = "dash" if method in ABLATIONS else "dot" if method in CONTROLS else "dashdot" if method == "supervised" else "solid"
-    return Line(*HUES[method], style)
+# Title and line of each method, in the order of the paper's tables. Ablations are dashed, controls dotted.
+STYLES = {
+    "supervised": ("Warm start", Line("#00465e", "#2cc4ff", "dashdot")),
+    "full_context": ("Full Context", Line("#0070ad", "#3cadff")),
+    "on_policy_sft": ("On-Policy SFT", Line("#ff4590", "#ff5796")),
+    "veto": ("Veto", Line("#7b0033", "#ffacbb")),
+    "top_d": ("TOP-D", Line("#766a00", "#fee713")),
+    "tropd": ("TrOPD", Line("#c048ba", "#e36adc")),
+    "srpo": ("SRPO", Line("#2f87ff", "#c5d0ff")),
+    "demopsd": ("DemoPSD", Line("#006670", "#52c2d1")),
+    "scope": ("SCOPE", Line("#2320bb", "#8b6aff")),
+    "negative_advantage": ("Negative Advantage", Line("#8d117f", "#ffdbf7", "dot")),
+    "rlcsd": ("RLCSD", Line("#98643e", "#e5aa80", "dot")),
+    "sdpg": ("SDPG", Line("#009e68", "#00eb9c", "dot")),
+    "routing": ("Routing Alone", Line("#0099d3", "#0090c6", "dot")),
+    "no_attribution": ("No Attribution", Line("#759a4d", "#80a658", "dash")),
+    "no_projection": ("No Projection", Line("#1da628", "#0e9f21", "dash")),
+    "hard_gradient_excision": ("Hard Gradient Excision", Line("#672900", "#dc5c00", "dash")),
+    "fire": ("FIRE", Line("#e32e20", "#ff775d")),
+}
+METHODS = {method: title for method, (title, _) in STYLES.items()}
+LINES = {method: line for method, (_, line) in STYLES.items()}
 
 
 def spare_lines(used: Sequence[str]) -> list[Line]:
     """Lines for what has no hue of its own: the spare hues and those of methods that are not used, in one style after the other."""
-    hues = [*SPARE, *(hue for method, hue in HUES.items() if method not in used)]
+    hues = [*SPARE, *((line.light, line.dark) for method, line in LINES.items() if method not in used)]
     return [Line(*hue, style) for style in ("longdash", "dash", "dot", "dashdot", "solid") for hue in hues]
 
 
