@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from rich.console import Console
@@ -136,20 +137,8 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     if config.eval_size and not evaluation:
         report.notes.append("held-out data: there is none, so a run evaluates nothing; name some by --eval_data")
     report.answer = f"{guarded.answer_type}, {guarded.checker_mode}"
-    # The checks of data read these four attributes only.
-    nothing = cast(Any, None)
-    setup = Setup(
-        args=config,
-        task=guarded,
-        model=nothing,
-        tokenizer=nothing,
-        encoder=nothing,
-        train_examples=train,
-        eval_examples=evaluation,
-        also={},
-        teacher_model=None,
-        teacher_encoder=nothing,
-    )
+    # All that the checks of data read.
+    setup = cast(Setup, SimpleNamespace(args=config, task=guarded, train_examples=train, eval_examples=evaluation))
     for finding in (found for check in (check_examples, check_golds, check_feedback) for found in check(setup)):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
     if isinstance(task, TableTask):
