@@ -51,47 +51,44 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         model_name=f"{shown} {config.task} {config.method}" if results else None,
         eval_results=results or None,
     )
-    lines = [
-        "---",
-        data.to_yaml(),
-        "---",
-        "",
-        f"# {shown} on {config.task}, {config.method}",
-        "",
-        f"A LoRA adapter for `{shown}`, trained by feedback-based on-policy self-distillation (`{config.method}`) with firedistill: "
-        f"{config.max_steps} optimizer steps, peak learning rate {config.learning_rate:g}, seed {config.seed}. "
-        "`config.yaml` of the run holds every setting.",
-        "",
-        "## Held-out accuracy, greedy",
-        "",
-        "| step | accuracy | lenient | well-formed | n |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
+    table = "".join(
         f"| {row['step']} | {row['accuracy']:.3f} ± {row['stderr']:.3f} | {row['lenient_accuracy']:.3f} "
-        f"| {row['well_formed_rate']:.3f} | {row['n']} |"
+        f"| {row['well_formed_rate']:.3f} | {row['n']} |\n"
         for row in evaluations
-    ]
-    lines += [
-        "",
-        "## Use",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f'base = AutoModelForCausalLM.from_pretrained("{hub_id or f"path/to/{shown}"}"{revision})',
-        'model = PeftModel.from_pretrained(base, "path/to/this/folder")',
-        'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")',
-        "```",
-        "",
-        "## Citation",
-        "",
-        "```bibtex",
-        CITATION,
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return f"""\
+---
+{data.to_yaml()}
+---
+
+# {shown} on {config.task}, {config.method}
+
+A LoRA adapter for `{shown}`, trained by feedback-based on-policy self-distillation (`{config.method}`) with firedistill: \
+{config.max_steps} optimizer steps, peak learning rate {config.learning_rate:g}, seed {config.seed}. \
+`config.yaml` of the run holds every setting.
+
+## Held-out accuracy, greedy
+
+| step | accuracy | lenient | well-formed | n |
+|---|---|---|---|---|
+{table}
+## Use
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{hub_id or f"path/to/{shown}"}"{revision})
+model = PeftModel.from_pretrained(base, "path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+## Citation
+
+```bibtex
+{CITATION}
+```
+"""
 
 
 def is_hub_id(base: str) -> bool:
