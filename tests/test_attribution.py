@@ -36,7 +36,7 @@ def inspector_and_rollouts(checkpoint, folder, count, **changes):
     rollouts, _ = answer_examples(
         trainer.rollout_engine, trainer.task, trainer.encoder, trainer.eval_examples, args.sampling, args.budget, args.seed
     )
-    return Inspector.of(args, trainer.model, trainer.teacher, trainer.head), [r for r in rollouts if r.response_ids]
+    return Inspector(args, trainer.model, trainer.teacher, trainer.head), [r for r in rollouts if r.response_ids]
 
 
 def test_fields_are_attributed(checkpoint, tmp_path):

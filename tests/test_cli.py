@@ -1061,7 +1061,7 @@ def first_inspection(trainer: SelfDistillTrainer) -> Inspection:
     (rollout,), _ = answer_examples(
         trainer.rollout_engine, trainer.task, trainer.encoder, examples, args.sampling, args.budget, args.seed
     )
-    return Inspector(trainer.model, trainer.teacher, trainer.head).inspect(rollout)
+    return Inspector(args, trainer.model, trainer.teacher, trainer.head).inspect(rollout)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

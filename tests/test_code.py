@@ -484,7 +484,7 @@ def test_a_step_takes_responses_with_different_fields(scripted_run):
 
 def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, capsys):
     trainer, folder = scripted_run
-    inspector = Inspector.of(trainer.args, trainer.model, trainer.teacher, trainer.head)
+    inspector = Inspector(trainer.args, trainer.model, trainer.teacher, trainer.head)
     rollouts = []
     chosen = {trainer.task.text_for(example, ""): example for example in trainer.task.examples("train", 8)}
     assert len(chosen) == len(ANSWERS)

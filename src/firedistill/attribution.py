@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.ops import Head
 from firedistill.ops.head import chunks
-from firedistill.prompts import TokenBudget, View, field_groups, shown_prompt
+from firedistill.prompts import View, field_groups, shown_prompt
 from firedistill.rollout import Rollout
 from firedistill.step import add_feedback
 from firedistill.teacher import Teacher
@@ -49,26 +49,18 @@ class Inspection:
         return feedback[cast(int, view)].text
 
 
-@dataclass
 class Inspector:
-    """Computes both branches of FIRE, whatever the verdict and the method of the run.
+    """Computes both branches of FIRE with the settings of a run, whatever its method and the verdict.
 
     Attributes:
-        step_scale: `s = max(1, a_k / a_0)`, for instance at the peak learning rate.
+        step_scale: `s = max(1, a_k / a_0)` at the peak learning rate.
         budget: as in training, longer feedback is cut, and a response whose teacher prompt is too long is not inspected.
     """
 
-    model: nn.Module
-    teacher: Teacher
-    head: Head
-    step_scale: float = 1.0
-    log_prob_floor: float | None = None
-    budget: TokenBudget = field(default_factory=TokenBudget)
-
-    @classmethod
-    def of(cls, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head) -> Inspector:
-        """With the settings of a run, at the step scale of its peak learning rate."""
-        return cls(model, teacher, head, args.step_scale_at(args.learning_rate), args.log_prob_floor, args.budget)
+    def __init__(self, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head):
+        self.model, self.teacher, self.head = model, teacher, head
+        self.step_scale = args.step_scale_at(args.learning_rate)
+        self.log_prob_floor, self.budget = args.log_prob_floor, args.budget
 
     @torch.no_grad()
     def inspect(self, rollout: Rollout) -> Inspection:

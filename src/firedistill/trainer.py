@@ -715,7 +715,7 @@ class SelfDistillTrainer(ResumableTrainer):
             rollouts, _ = answer_examples(
                 self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
             )
-            inspector = Inspector.of(args, self.model, self.teacher, self.head)
+            inspector = Inspector(args, self.model, self.teacher, self.head)
             if records := inspector.wrong_answers(rollouts, count, partial(self.on_progress, "attribution", total=count)):
                 save_attribution(records, Path(args.run_dir), step)
         except (ValueError, OSError) as error:  # a task's data, memory, the disk

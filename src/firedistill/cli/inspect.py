@@ -222,7 +222,7 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(
             f"{run} has no checkpoint, and checkpoints hold the weights of teacher initial: train with fewer save_steps"
         )
-    inspector = Inspector.of(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
+    inspector = Inspector(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
     with in_use(engine):
