@@ -503,11 +503,9 @@ class SelfDistillConfig(TrainingArguments):
             name = inherited.name
             if name in UNUSED and getattr(self, name) not in (inherited.default, None, []):
                 raise ValueError(without_effect(name))
-        shared = SelfDistillConfig.__dataclass_fields__  # a warm start changes defaults, not limits
         for declared in fields(self):
             value, optional = getattr(self, declared.name), "None" in str(declared.type)
-            own, base = declared.metadata, shared.get(declared.name, declared).metadata
-            choices, limits = own.get("choices") or base.get("choices"), own.get("limits") or base.get("limits", {})
+            choices, limits = declared.metadata.get("choices"), declared.metadata.get("limits", {})
             if value is None and optional:
                 continue
             if choices and value not in choices:
@@ -727,20 +725,21 @@ class SelfDistillConfig(TrainingArguments):
         write_text(Path(path), yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True))
 
 
+def redeclared(name: str, default: Any, **changed: Any) -> Any:
+    """The option of this name with another default; `changed` replaces entries of its metadata."""
+    return field(default=default, metadata={**SelfDistillConfig.__dataclass_fields__[name].metadata, **changed})
+
+
 @dataclass
 class WarmStartConfig(SelfDistillConfig):
     """The settings of a training run with the defaults of a warm start."""
 
-    method: str = training_setting("supervised", "Do not change; a warm start is supervised fine-tuning.")
-    max_steps: int = optimization_setting(100, "Optimizer steps.")
-    learning_rate: float = optimization_setting(1e-3, "Peak learning rate.")
-    warmup_steps: float = optimization_setting(10, "Steps of linear warm-up; below 1, a fraction of all steps.")
-    eval_steps: float | None = run_setting(
-        0, "Evaluate every N steps (0: never in between), and always before the first and after the last."
-    )
-    save_steps: float = run_setting(
-        1_000_000, "Steps between checkpoints; below 1, a fraction of all steps. The last step always has one."
-    )
+    method: str = redeclared("method", "supervised", help="Do not change; a warm start is supervised fine-tuning.")
+    max_steps: int = redeclared("max_steps", 100)
+    learning_rate: float = redeclared("learning_rate", 1e-3)
+    warmup_steps: float = redeclared("warmup_steps", 10)
+    eval_steps: float | None = redeclared("eval_steps", 0)
+    save_steps: float = redeclared("save_steps", 1_000_000)
 
     feedback_share: float = training_setting(
         0.0,
