@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from firedistill.report import paired
 from firedistill.report.collapse import COLLAPSES
@@ -19,6 +19,7 @@ class Verdict:
 
     Attributes:
         candidates: the groups that can be the best: those that are compared, at their common rate; all groups if only one is compared.
+        collapsed: groups with runs that collapsed, and for each of them what happened, in words.
         best: the candidate with the highest mean accuracy, of equal ones the reference; None if no run is finished.
         ties: the labels of all candidates with that mean.
         final, sampled: its greedy and its sampled accuracy.
@@ -28,24 +29,23 @@ class Verdict:
         behind, ahead: the differences of those whose interval lies below or above 0. A candidate can be ahead on the problems and seeds
             that it shares with the best one, if one of them has more.
         unknown: candidates that share too few answers with the best one.
-        collapsed: groups with runs that collapsed, and for each of them what happened, in words.
         problems: see `different_problems`.
     """
 
     setting: Setting
     candidates: list[Group]
-    best: Group | None
-    ties: list[str]
-    final: Estimate | None
-    sampled: Estimate | None
-    first: float | None
-    gain: float | None
-    level: list[Difference]
-    behind: list[Difference]
-    ahead: list[Difference]
-    unknown: list[Group]
     collapsed: list[tuple[Group, str]]
-    problems: str
+    best: Group | None = None
+    ties: list[str] = field(default_factory=list)
+    final: Estimate | None = None
+    sampled: Estimate | None = None
+    first: float | None = None
+    gain: float | None = None
+    level: list[Difference] = field(default_factory=list)
+    behind: list[Difference] = field(default_factory=list)
+    ahead: list[Difference] = field(default_factory=list)
+    unknown: list[Group] = field(default_factory=list)
+    problems: str = ""
 
     @property
     def sentence(self) -> str:
@@ -110,7 +110,7 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
     best = reference if any(group is reference for group in first) else next(iter(first), None)
     collapsed = [(group, text) for group in setting.groups if (text := collapse_of(group))]
     if best is None:
-        return Verdict(setting, candidates, None, [], None, None, None, None, [], [], [], [], collapsed, "")
+        return Verdict(setting, candidates, collapsed)
     labels = {group.label for group in candidates}
     compared = [
         d for d in differences_from(setting, best, "greedy", notes) if d.label in labels and d.problems >= paired.ENOUGH
@@ -120,18 +120,18 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
     return Verdict(
         setting,
         candidates,
-        best,
-        [group.label for group in first],
-        finals[id(best)],
-        estimate(best, "sampled_accuracy"),
-        sum(before) / len(before) if before else None,
-        best.gain(),
-        sorted((d for d in compared if not d.told_apart), key=lambda d: -d.mean),
-        sorted((d for d in compared if d.told_apart and d.mean < 0), key=lambda d: -d.mean),
-        sorted((d for d in compared if d.told_apart and d.mean > 0), key=lambda d: -d.mean),
-        [group for group in candidates if group.label not in known],
         collapsed,
-        f"{different_problems(setting, notes)} {different_steps(candidates)}".strip(),
+        best=best,
+        ties=[group.label for group in first],
+        final=finals[id(best)],
+        sampled=estimate(best, "sampled_accuracy"),
+        first=sum(before) / len(before) if before else None,
+        gain=best.gain(),
+        level=sorted((d for d in compared if not d.told_apart), key=lambda d: -d.mean),
+        behind=sorted((d for d in compared if d.told_apart and d.mean < 0), key=lambda d: -d.mean),
+        ahead=sorted((d for d in compared if d.told_apart and d.mean > 0), key=lambda d: -d.mean),
+        unknown=[group for group in candidates if group.label not in known],
+        problems=f"{different_problems(setting, notes)} {different_steps(candidates)}".strip(),
     )
 
 
