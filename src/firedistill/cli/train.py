@@ -13,7 +13,7 @@ from rich.console import Console
 
 from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.coerce import built_in_names
-from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
+from firedistill.config import UNUSED, SelfDistillConfig
 from firedistill.imports import METHODS, TASKS, package, plugins
 from firedistill.objectives import objective_class, registered_objectives
 from firedistill.recipes import default_of, option_groups, read_recipe
@@ -27,22 +27,16 @@ from firedistill.warmstart import WarmStartTrainer
 
 
 def train_command(arguments: Sequence[str], console: Console) -> int:
-    return run_training(SelfDistillConfig, SelfDistillTrainer, arguments, console, "train")
+    return run_training(SelfDistillTrainer, arguments, console, "train")
 
 
 def warmstart_command(arguments: Sequence[str], console: Console) -> int:
-    return run_training(WarmStartConfig, WarmStartTrainer, arguments, console, "warmstart")
+    return run_training(WarmStartTrainer, arguments, console, "warmstart")
 
 
-def run_training(
-    config_class: type[SelfDistillConfig],
-    trainer_class: type[SelfDistillTrainer],
-    arguments: Sequence[str],
-    console: Console,
-    command: str,
-) -> int:
+def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], console: Console, command: str) -> int:
     if wants_help(arguments):
-        print_help(config_class, console, command, everything="--help-all" in arguments)
+        print_help(trainer_class.config_class, console, command, everything="--help-all" in arguments)
         return 0
     options = parse(command, arguments)
     allowed = [name.replace("-", "_") for names in options.allow_changes for name in names.split(",") if name]
@@ -50,7 +44,7 @@ def run_training(
         raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
     if command == "train" and options.recipe is not None and "feedback_share" in read_recipe(options.recipe):
         raise ValueError(f"{options.recipe} is a warm start: use firedistill warmstart {options.recipe}")
-    config = config_of(config_class, options.recipe, options.settings)
+    config = config_of(trainer_class.config_class, options.recipe, options.settings)
     quiet_libraries()
     folder = Path(config.run_dir)
     wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
