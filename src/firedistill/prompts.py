@@ -110,7 +110,7 @@ class PromptEncoder:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of a text on its own, its special tokens neutralised."""
-        return self.encode_pieces([self._cut([(True, text)])])[0]
+        return self.encode_pieces([self._split_tokens([(True, text)])])[0]
 
     def pieces(self, messages: list[Message]) -> list[str]:
         """The texts that `encode` tokenizes, each on its own: one, unless a message spells out a special token.
@@ -120,7 +120,7 @@ class PromptEncoder:
         """
         if not any(self.control_token.search(message["content"]) for message in messages):
             return [self.render(messages)]
-        return self._cut(self._segments(messages))
+        return self._split_tokens(self._segments(messages))
 
     def encode_pieces(self, prompts: Sequence[list[str]]) -> list[list[int]]:
         """Token ids of prompts, given as their `pieces`. Fast tokenizers use several threads for several texts."""
@@ -140,7 +140,7 @@ class PromptEncoder:
         """
         return render(self.tokenizer, messages, open_answer=True)
 
-    def _cut(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
+    def _split_tokens(self, segments: Sequence[tuple[bool, str]]) -> list[str]:
         """The text of the segments, cut inside every control token that a content spells out.
 
         Tokenized on their own, the pieces hold no such token.
@@ -222,7 +222,7 @@ def fit_feedback(
     share = fair_share(sizes, budget)
     cut = [field.name for field, size in zip(feedback, sizes, strict=True) if size > share]
     return tuple(
-        replace(field, text=_cut(field.text, share, encoder)) if size > share else field
+        replace(field, text=_shortened(field.text, share, encoder)) if size > share else field
         for field, size in zip(feedback, sizes, strict=True)
     ), cut
 
@@ -238,7 +238,7 @@ def fair_share(sizes: Sequence[int], budget: int) -> int:
     return max(sizes, default=0)
 
 
-def _cut(text: str, size: int, encoder: PromptEncoder) -> str:
+def _shortened(text: str, size: int, encoder: PromptEncoder) -> str:
     """The longest beginning of `text` that, with the mark, has at most `size` tokens (a share below the mark leaves the mark)."""
     too_long = bisect.bisect_left(
         range(1, len(text) + 1), True, key=lambda end: len(encoder.encode_text(text[:end].rstrip() + CUT_MARK)) > size

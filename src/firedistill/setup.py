@@ -174,20 +174,7 @@ def load_setup(
     lockstep(student)  # all processes create it here
     limit_waiting(student, args.ddp_timeout)
 
-    if train_examples is not None:
-        train_examples = given_examples(train_examples, task, "train_examples")
-    else:
-        train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
-    if eval_examples is not None:
-        eval_examples = given_examples(eval_examples, task, "eval_examples")
-    else:
-        eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
-    if train and not train_examples:
-        raise ValueError(
-            f"task {task.name!r} has no training examples: its split 'train' is empty; add problems or name another task"
-        )
-    if not eval_examples:
-        args.eval_strategy, args.eval_on_start = "no", False
+    train_examples, eval_examples = examples_of(args, task, train_examples, eval_examples, train)
     if not train and args.device.type == "cuda" and args.quantization is None and not is_sharded(unwrap(student)):
         with explained_memory(f"the model does not fit; {LOADING}"):
             student.to(args.device)  # `Trainer` does it where something is trained
@@ -204,6 +191,33 @@ def load_setup(
         teacher_model=teacher_model,
         teacher_encoder=PromptEncoder(teacher_tokenizer),
     )
+
+
+def examples_of(
+    args: SelfDistillConfig, task: Task, train_examples: Iterable[Any] | None, eval_examples: Iterable[Any] | None, train: bool
+) -> tuple[list[Example], list[Example]]:
+    """The training and the held-out problems: those that are given, or else the task's.
+
+    Evaluation is turned off in `args` if there are no held-out problems.
+
+    Raises:
+        ValueError: `train` is set and there are no training problems.
+    """
+    if train_examples is not None:
+        train_examples = given_examples(train_examples, task, "train_examples")
+    else:
+        train_examples = task.examples("train", args.train_size, args.seed, args.data_dir) if train else []
+    if eval_examples is not None:
+        eval_examples = given_examples(eval_examples, task, "eval_examples")
+    else:
+        eval_examples = held_out(task, args, args.eval_split) if args.eval_size else []
+    if train and not train_examples:
+        raise ValueError(
+            f"task {task.name!r} has no training examples: its split 'train' is empty; add problems or name another task"
+        )
+    if not eval_examples:
+        args.eval_strategy, args.eval_on_start = "no", False
+    return train_examples, eval_examples
 
 
 def check_types(args: Any, model: Any, tokenizer: Any, **examples: Any) -> None:
