@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from firedistill.ops.head import with_gradients
+
 # Stands in for an infinite log-ratio (a teacher that forbids a token outright). Its square, summed over a vocabulary, is finite.
 LARGEST_LOG_RATIO = {torch.float32: 1e15, torch.float64: 1e100}
 
@@ -96,19 +98,27 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-    """`KL(softmax(z) || q)` per position (eq. app_reverse_kl), differentiable in `student_logits` only; `[...]`.
+    """`KL(softmax(z) || q)` per position (eq. app_reverse_kl), differentiable once in `student_logits` only; `[...]`.
 
     The gradient is `induced_gradient`, in closed form. The target need not be normalized.
     """
-    return _ReverseKL.apply(student_logits, target_log_probs.detach())
+    logits, target = finite_logits(student_logits.detach()), finite_logits(target_log_probs.detach())
+    p = softmax(logits)
+    ratio = log_ratio(logits, target, logits.argmax(-1, keepdim=True))
+    return with_gradients(_divergence(logits, target, p, ratio), [student_logits], [centred(p, ratio)])
 
 
 def forward_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-    """`KL(q || softmax(z))` per position, differentiable in `student_logits` only; `[...]`. The gradient is `p - q`.
+    """`KL(q || softmax(z))` per position, differentiable once in `student_logits` only; `[...]`. The gradient is `p - q`.
 
     The target need not be normalized.
     """
-    return _ForwardKL.apply(student_logits, target_log_probs.detach())
+    logits, target = finite_logits(student_logits.detach()), finite_logits(target_log_probs.detach())
+    q, top = softmax(target), target.argmax(-1, keepdim=True)
+    # p - q at the target's top token is minus the sum of the other differences: there both may be 1 up to rounding.
+    difference = (softmax(logits) - q).scatter(-1, top, 0.0)
+    gradient = difference.scatter(-1, top, -difference.sum(-1, keepdim=True))
+    return with_gradients(_divergence(target, logits, q, log_ratio(target, logits, top)), [student_logits], [gradient])
 
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -150,38 +160,6 @@ class _LogSoftmax(torch.autograd.Function):
         rest = probabilities.scatter(-1, top, 0.0).sum(-1, keepdim=True)
         gradient_at_top = at_top * rest - probabilities.gather(-1, top) * others
         return (grad_output - probabilities * (at_top + others)).scatter(-1, top, gradient_at_top)
-
-
-class _ReverseKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-        logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
-        probabilities = softmax(logits)
-        ratio = log_ratio(logits, target, logits.argmax(-1, keepdim=True))
-        ctx.save_for_backward(centred(probabilities, ratio))
-        return _divergence(logits, target, probabilities, ratio)
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return grad_output.unsqueeze(-1) * gradient, None
-
-
-class _ForwardKL(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-        logits, target = finite_logits(student_logits), finite_logits(target_log_probs)
-        probabilities = softmax(target)
-        top = target.argmax(-1, keepdim=True)
-        # p - q at the target's top token is minus the sum of the other differences: there both may be 1 up to rounding.
-        difference = (softmax(logits) - probabilities).scatter(-1, top, 0.0)
-        ctx.save_for_backward(difference.scatter(-1, top, -difference.sum(-1, keepdim=True)))
-        return _divergence(target, logits, probabilities, log_ratio(target, logits, top))
-
-    @staticmethod
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return grad_output.unsqueeze(-1) * gradient, None
 
 
 def _divergence(logits: Tensor, other: Tensor, probabilities: Tensor, ratio: Tensor) -> Tensor:

@@ -203,7 +203,10 @@ def chunked_token_loss(head: Head, hidden: Tensor, token_weights: Tensor, token_
 
 
 def with_gradients(value: Tensor, inputs: list[Tensor], gradients: list[Tensor]) -> Tensor:
-    """The detached scalar `value` as a function of `inputs` with these gradients; differentiable once."""
+    """The detached `value`, a scalar or `[...]`, as a function of `inputs` with these gradients; differentiable once.
+
+    For `[...]`, every input and gradient is `[..., n]`, and a value depends on its own row only.
+    """
     return _WithGradients.apply(value, [g.to(x.dtype) for g, x in zip(gradients, inputs, strict=True)], *inputs)
 
 
@@ -216,4 +219,5 @@ class _WithGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
-        return None, None, *(grad_output.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors)
+        factor = grad_output.unsqueeze(-1) if grad_output.dim() else grad_output
+        return None, None, *(factor.to(gradient.dtype) * gradient for gradient in ctx.saved_tensors)
