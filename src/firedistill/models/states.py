@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -92,9 +93,14 @@ def forward_batches(lengths: Sequence[int], max_tokens: int | None) -> list[rang
 
 def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
     """`[B, T, H]` states after the final norm, before the head; goes through the model's distributed wrapper if it has one."""
-    causal_lm = unwrap(model)
-    with rerouted_forward(model, lambda ids: trunk_states(causal_lm, input_ids=ids, use_cache=False)) as forward:
-        return forward(input_ids)
+    forward, inner = partial(trunk_states, unwrap(model), use_cache=False), getattr(model, "module", None)
+    if not isinstance(inner, nn.Module):
+        return forward(input_ids=input_ids)
+    original, inner.forward = inner.forward, forward  # a wrapper (DDP) synchronizes gradients if it is called itself
+    try:
+        return model(input_ids=input_ids)
+    finally:
+        inner.forward = original
 
 
 def trunk_states(causal_lm: PreTrainedModel, **inputs: Any) -> Tensor:
@@ -155,21 +161,6 @@ def is_hooked(module: nn.Module) -> bool:
 def positions(model: nn.Module) -> int | None:
     """The most tokens that the model has positions for, or None if its configuration does not say."""
     return getattr(unwrap(model).config.get_text_config(), "max_position_embeddings", None)
-
-
-@contextmanager
-def rerouted_forward(model: nn.Module, function: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Call `function` through the `forward` of a distributed wrapper (DDP), whose hooks synchronize gradients."""
-    inner = getattr(model, "module", None)
-    if not isinstance(inner, nn.Module):
-        yield function
-        return
-    original = inner.forward
-    inner.forward = function
-    try:
-        yield model
-    finally:
-        inner.forward = original
 
 
 @contextmanager
