@@ -134,13 +134,13 @@ class Teacher:
         """The prompt about an example under a view."""
         return teacher_messages(self.task, example, feedback, view if self.feedback else "none")
 
-    def encode(self, example: Example, feedback: Sequence[FeedbackField], view: View = "full") -> list[int]:
-        """Token ids of the prompt about an example under a view.
+    def encode(self, example: Example, feedback: Sequence[FeedbackField]) -> list[int]:
+        """Token ids of the prompt about an example with this feedback.
 
         Raises:
             TaskFault: the prompt cannot be built.
         """
-        return self.encoder.encode(self.messages(example, feedback, view))
+        return self.encoder.encode(self.messages(example, feedback, "full"))
 
     def view_tokens(self, rollout: Rollout, view: View) -> int:
         """Tokens of prompt and response under a view."""
