@@ -17,7 +17,7 @@ from firedistill.memory import SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.states import inference_mode, unwrap
 from firedistill.models.tokens import stop_token_ids
 from firedistill.rollout import Response, Sampling
-from firedistill.rollouts.decoding import Batch, GrowingBatch, can_decode, decode
+from firedistill.rollouts.decoding import Batch, GrowingBatch, Prompts, can_decode, decode
 from firedistill.rollouts.fixed import Decoder, FixedBatch, can_fix
 from firedistill.rollouts.merging import merged_adapter
 
@@ -177,19 +177,15 @@ class HFRolloutEngine:
         return decode(batch, limits, self.stop_ids)
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
-        width = max(map(len, prompts))
-        pad = self.tokenizer.pad_token_id
-        device = self.model.device
-        input_ids = torch.tensor([[pad] * (width - len(ids)) + ids for ids in prompts], device=device)
-        attention_mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        read = Prompts(prompts, self.tokenizer.pad_token_id, self.model.device)
         model: Any = self.model  # only the model's own class is known to generate
         output = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
+            input_ids=read.ids[read.expansion],
+            attention_mask=read.mask[read.expansion],
             generation_config=self._generation_config(sampling),
             synced_gpus=False,  # a sharded model keeps step by itself
         )
-        return output[:, width:].tolist()
+        return output[:, read.ids.shape[-1] :].tolist()
 
     def _generation_config(self, sampling: Sampling) -> GenerationConfig:
         draw: dict[str, Any] = {"do_sample": False}
