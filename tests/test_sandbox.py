@@ -532,6 +532,15 @@ def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
         sandbox._run("", "", [], Limits(), "limits")
 
 
+def test_a_process_that_cannot_isolate_itself_gives_no_verdict(monkeypatch):
+    result = json.dumps({"error": {"type": "OSError", "text": "no Landlock", "line": None, "phase": "sandbox"}})
+    report = {"late": False, "signal": None, "lost": 0, "output": "", "result": result}
+    monkeypatch.setattr(sandbox, "_importable", lambda: {"libraries": []})
+    monkeypatch.setattr(sandbox, "_ask", lambda *_: [report])
+    with pytest.raises(SandboxError, match="^no Landlock$"):
+        sandbox._run("", "", [], Limits(), "limits")
+
+
 def test_a_stage_that_hangs_is_ended(level, monkeypatch, tmp_path):
     stage = tmp_path / "stage.py"
     stage.write_text("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)")
@@ -671,7 +680,7 @@ def test_comparison(value, expected, json, equal):
 )
 def test_forged_results_are_unreadable(text):
     report = {"late": False, "signal": None, "lost": 0, "output": "", "result": text or " "}
-    assert sandbox._outcome(report).status == "unreadable"
+    assert sandbox._outcome(report, sandbox._parsed(report["result"])).status == "unreadable"
 
 
 CHANGES = """

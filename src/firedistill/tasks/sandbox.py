@@ -245,18 +245,18 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
             "program": program.encode("utf-8", "replace").decode("utf-8"),
             "tests": [asdict(test) for test in tests],
         }
-        answer = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
-    if phase_failed := _sandbox_failure(answer[0]["result"]):
-        raise SandboxError(phase_failed)
-    load = _outcome(answer[0])
-    details = _details(answer[0]["result"])
-    ran = [_outcome(report) for report in answer[1:]]
+        reports = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
+    results = [_parsed(report["result"]) for report in reports]
+    error = results[0].get("error")
+    if isinstance(error, dict) and error.get("phase") == "sandbox":  # it could not isolate itself; the program has not run
+        raise SandboxError(f"{error.get('text')}")
+    load, *ran = map(_outcome, reports, results)
     if load.status == "returned" and len(ran) < len(tests) and (not ran or ran[-1].status != "time"):
         raise SandboxError(
             f"only {len(ran)} of {len(tests)} tests could start within {limits.total_seconds:g} s; none of them hangs"
         )
     ran += [Outcome("not run")] * (len(tests) - len(ran))
-    return Report(load, tuple(ran), details.get("defined", ()), details.get("remarks", ()))
+    return Report(load, tuple(ran), _texts(results[0].get("defined")), _texts(results[0].get("remarks")))
 
 
 @functools.lru_cache(maxsize=1)
@@ -303,12 +303,6 @@ def _ask(job: bytes, scratch: str, seconds: float) -> Any:
     return answer
 
 
-def _sandbox_failure(result: str) -> str:
-    """Why the process of the program could not isolate itself, if so; the program has not run then."""
-    error = _parsed(result).get("error")
-    return f"{error.get('text')}" if isinstance(error, dict) and error.get("phase") == "sandbox" else ""
-
-
 # ---- Reading what comes back: everything here may be forged -----------------------------------------------------------------
 
 
@@ -320,15 +314,12 @@ def _parsed(result: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _details(result: str) -> dict[str, tuple[str, ...]]:
-    found = {}
-    for name, items in _parsed(result).items():
-        if isinstance(items, list):
-            found[name] = tuple(item[:200] for item in items[:20] if isinstance(item, str))
-    return found
+def _texts(items: Any) -> tuple[str, ...]:
+    return tuple(item[:200] for item in items[:20] if isinstance(item, str)) if isinstance(items, list) else ()
 
 
-def _outcome(report: dict[str, Any]) -> Outcome:
+def _outcome(report: dict[str, Any], parsed: dict[str, Any]) -> Outcome:
+    """How a process ended, from its report and from the result in it, `parsed`."""
     output, ended_by = report["output"], report["signal"]
     if report["late"] or ended_by == getattr(signal, "SIGXCPU", None):
         return Outcome("time", output=output)
@@ -338,7 +329,6 @@ def _outcome(report: dict[str, Any]) -> Outcome:
         return Outcome("large", output=output)
     if not report["result"]:
         return Outcome("died", output=output)
-    parsed = _parsed(report["result"])
     error = parsed.get("error")
     if isinstance(error, dict):
         kind, text, line = error.get("type"), error.get("text"), error.get("line")
