@@ -280,8 +280,8 @@ def test_the_two_readings_of_the_largest_influence():
     [
         ("negative_advantage", {"share": 0}, "share is 0"),
         ("negative_advantage", {"advantage": 0.2}, "advantage is 0.2"),
-        ("rlcsd", {"temperature": 0}, "temperature 0"),
-        ("sdpg", {"warmup": 2}, "warmup 2"),
+        ("rlcsd", {"temperature": 0}, "temperature is 0"),
+        ("sdpg", {"warmup": 2}, "warmup is 2"),
         ("hard_gradient_excision", {"influence": "l3"}, "influence is 'l3'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -189,6 +189,25 @@ def test_a_method_of_ones_own_cannot_take_a_built_in_name():
             pass
 
     assert type(load_objective("fire")).__name__ == "Fire"
+
+
+def test_limits_of_settings(monkeypatch):
+    monkeypatch.setattr("firedistill.objectives.registry._REGISTRY", {})
+
+    @register("limited")
+    @dataclass
+    class Limited(Objective):
+        group_size: int = setting(4, "Responses sampled per prompt.")
+        power: float | None = setting(None, "An exponent.", above=0, at_most=1)
+        seen: int = field(init=False)
+
+    assert load_objective("limited").power is None
+    refused = {"power": "0.0: expected a number above 0 and at most 1", "group_size": "0: expected a number at least 1"}
+    for name, found_and_expected in refused.items():
+        with pytest.raises(ValueError, match=f"method_settings of 'limited': {name} is {found_and_expected}"):
+            load_objective("limited", {name: 0})
+    with pytest.raises(TypeError, match="setting has no limit at_leest: expected above, at_least, below, at_most"):
+        setting(1.0, "An exponent.", at_leest=0)
 
 
 def test_settings_need_a_dataclass(monkeypatch):

@@ -8,6 +8,7 @@ import operator
 import os
 import re
 import typing
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,13 @@ def option(group: str | None, default: Any, text: str, effect: Effect = "result"
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def beyond_limits(value: Any, limits: Mapping[str, float]) -> str:
+    """What to expect instead of a number that is beyond limits, by the names in `LIMITS`; "" if it is within them."""
+    if all(LIMITS[name](value, limit) for name, limit in limits.items()):
+        return ""
+    return "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
 
 
 training_setting = partial(option, "What to train")
@@ -512,9 +520,7 @@ class SelfDistillConfig(TrainingArguments):
                 expected = " or ".join(map(repr, choices))
             elif isinstance(value, float) and not math.isfinite(value):
                 expected = "a finite number"
-            elif limits and not all(LIMITS[name](value, limits[name]) for name in limits):
-                expected = "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
-            else:
+            elif not (expected := beyond_limits(value, limits)):
                 continue
             text = declared.metadata["help"]
             raise ValueError(f"{declared.name} is {value!r}: expected {expected}{' or none' * optional} ({text})")

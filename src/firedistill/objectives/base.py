@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from firedistill.config import TeacherKind
+from firedistill.config import LIMITS, TeacherKind, beyond_limits
 from firedistill.metrics import Metrics
 from firedistill.objectives.batches import MicroBatch, Step
 from firedistill.prompts import View
@@ -17,13 +17,19 @@ from firedistill.rollout import Prompt, Rollout, Sampling
 from firedistill.rollouts.sampler import Sampler
 
 
-def setting(default: Any, text: str) -> Any:
+def setting(default: Any, text: str, **limits: float) -> Any:
     """A field of an objective that recipes set under `method_settings`.
 
     Args:
         text: its description in `--help`.
+        limits: bounds of a number, `above`, `at_least`, `below` and `at_most`; another number raises ValueError.
+
+    Raises:
+        TypeError: a limit of another name.
     """
-    return field(default=default, metadata={"help": text})
+    if unknown := limits.keys() - LIMITS:
+        raise TypeError(f"setting has no limit {', '.join(sorted(unknown))}: expected {', '.join(LIMITS)}")
+    return field(default=default, metadata={"help": text, "limits": limits})
 
 
 def refuse_missing_fields(method: str, feedback: bool, instead: str) -> None:
@@ -47,11 +53,14 @@ class Objective:
     uses_teacher: ClassVar[bool] = True
     reads_feedback: ClassVar[bool] = True  # the teacher sees the task's fields, and not hints of the method's own
 
-    group_size: int = setting(1, "Responses sampled per prompt.")
+    group_size: int = setting(1, "Responses sampled per prompt.", at_least=1)
 
     def __post_init__(self) -> None:
-        if self.group_size < 1:
-            raise ValueError(f"group_size is {self.group_size}; expected at least one response per prompt")
+        shared = Objective.__dataclass_fields__  # a method that changes a default keeps the limits
+        for declared in fields(self):
+            limits = declared.metadata.get("limits") or shared.get(declared.name, declared).metadata.get("limits")
+            if limits and (value := getattr(self, declared.name)) is not None and (expected := beyond_limits(value, limits)):
+                raise ValueError(f"{declared.name} is {value}: expected {expected}")
 
     @property
     def responses_per_prompt(self) -> int:

@@ -58,18 +58,13 @@ def tempered(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: float,
 class DemoPSD(Objective):
     """Reverse KL to the tempered teacher, on every rollout."""
 
-    alpha_max: float = setting(0.15, "Largest share of the reference in the target.")
-    beta: float = setting(50.0, "Scale of the divergence d: the share is alpha_max tanh(beta d / 2).")
+    alpha_max: float = setting(0.15, "Largest share of the reference in the target.", at_least=0, at_most=1)
+    beta: float = setting(
+        50.0, "Scale of the divergence d: the share is alpha_max tanh(beta d / 2).", at_least=0, below=math.inf
+    )
     reference: Literal["ema", "student"] = setting(
         "ema", "Distribution without feedback: of the EMA teacher (ema) or the live student (student)."
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha_max <= 1:
-            raise ValueError(f"alpha_max is {self.alpha_max}; expected a share between 0 and 1")
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
 
     def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
         if self.reference == "ema" and not feedback:

@@ -55,16 +55,13 @@ class NegativeAdvantage(Objective):
 
     uses_teacher: ClassVar[bool] = False
 
-    share: float = setting(0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.")
-    advantage: float = setting(-0.5, "Advantage of the trained tokens.")
-    delta: float = setting(0.0, "1 makes the advantage more negative where the entropy is high; 0 keeps it fixed.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise ValueError(f"share is {self.share}; expected a share of the tokens, above 0 and at most 1")
-        if not (-math.inf < self.advantage < 0 and math.isfinite(self.delta)):
-            raise ValueError(f"advantage is {self.advantage} and delta {self.delta}; expected a negative and a finite number")
+    share: float = setting(
+        0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.", above=0, at_most=1
+    )
+    advantage: float = setting(-0.5, "Advantage of the trained tokens.", above=-math.inf, below=0)
+    delta: float = setting(
+        0.0, "1 makes the advantage more negative where the entropy is high; 0 keeps it fixed.", above=-math.inf, below=math.inf
+    )
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         metrics, token_ids = Metrics(), batch.token_ids()

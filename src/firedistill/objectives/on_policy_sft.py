@@ -32,12 +32,9 @@ class OnPolicySFT(Objective):
     uses_teacher: ClassVar[bool] = False
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    temperature: float = setting(1.0, "Sampling temperature; any other than 1 makes the data off-policy.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature is {self.temperature}; expected at least 0 (0 is greedy)")
+    temperature: float = setting(
+        1.0, "Sampling temperature, 0 for greedy; any other than 1 makes the data off-policy.", at_least=0
+    )
 
     def sampling(self, sampling: Sampling) -> Sampling:
         return replace(sampling, temperature=self.temperature)

@@ -80,20 +80,14 @@ class RLCSD(Objective):
     reads_feedback: ClassVar[bool] = False
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    wrong_hints: int = setting(4, "Largest number of the group's wrong responses that serve as wrong hints.")
-    strength: float = setting(0.5, "Largest modulation of the advantage.")
-    temperature: float = setting(0.02, "Scale of the gap in nats: the modulation is strength * tanh(gap / temperature).")
-    threshold: float = setting(0.02, "Smallest modulation that counts.")
-    eta: float = setting(1.0, "Weight of the modulated tokens' mean.")
-    clip: float = setting(0.2, "PPO clipping epsilon.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.wrong_hints < 1 or not (self.temperature > 0 and self.strength >= 0 and self.threshold >= 0 and self.eta >= 0):
-            raise ValueError(
-                f"wrong_hints is {self.wrong_hints}, temperature {self.temperature}, strength {self.strength}, threshold "
-                f"{self.threshold}, eta {self.eta}; expected at least one hint, a temperature above 0, the others at least 0"
-            )
+    wrong_hints: int = setting(4, "Largest number of the group's wrong responses that serve as wrong hints.", at_least=1)
+    strength: float = setting(0.5, "Largest modulation of the advantage.", at_least=0)
+    temperature: float = setting(
+        0.02, "Scale of the gap in nats: the modulation is strength * tanh(gap / temperature).", above=0
+    )
+    threshold: float = setting(0.02, "Smallest modulation that counts.", at_least=0)
+    eta: float = setting(1.0, "Weight of the modulated tokens' mean.", at_least=0)
+    clip: float = setting(0.2, "PPO clipping epsilon.", at_least=0)
 
     def check_teacher(self, kind: TeacherKind, feedback: bool) -> None:
         if not feedback:

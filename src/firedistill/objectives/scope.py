@@ -61,12 +61,7 @@ class SCOPE(Objective):
     """Perplexity-weighted self-reinforcement and sampled-token distillation."""
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    weight_temperature: float = setting(1.0, "Temperature of the weights within a group; large is uniform.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.weight_temperature > 0:
-            raise ValueError(f"weight_temperature is {self.weight_temperature}; it must be above 0")
+    weight_temperature: float = setting(1.0, "Temperature of the weights within a group; large is uniform.", above=0)
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct

@@ -50,21 +50,18 @@ class SDPG(Objective):
     """Policy gradient, distillation of responses with a positive advantage, and a penalty for leaving the reference."""
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    beta: float = setting(0.001, "Weight of the self-distillation.")
-    alpha: float = setting(0.001, "Weight of the reference KL.")
-    warmup: float = setting(0.125, "Share of the steps over which the self-distillation is faded in; 0: at once.")
-    decay: float = setting(0.25, "Share of the steps over which it is faded out; 0: not at all.")
-    clip: float = setting(0.2, "PPO clipping epsilon.")
+    beta: float = setting(0.001, "Weight of the self-distillation.", at_least=0, below=math.inf)
+    alpha: float = setting(0.001, "Weight of the reference KL.", at_least=0, below=math.inf)
+    warmup: float = setting(
+        0.125, "Share of the steps over which the self-distillation is faded in; 0: at once.", at_least=0, at_most=1
+    )
+    decay: float = setting(0.25, "Share of the steps over which it is faded out; 0: not at all.", at_least=0, at_most=1)
+    clip: float = setting(0.2, "PPO clipping epsilon.", at_least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.reference: EMAWeights | None = None
         self.stored: Mapping[str, Tensor] = {}
-        if not (0 <= self.beta < math.inf and 0 <= self.alpha < math.inf and 0 <= self.warmup <= 1 and 0 <= self.decay <= 1):
-            raise ValueError(
-                f"beta is {self.beta}, alpha {self.alpha}, warmup {self.warmup}, decay {self.decay}; expected finite weights, at "
-                "least 0, and shares between 0 and 1"
-            )
 
     def distillation_weight(self, progress: float) -> float:
         """beta_k at this share of training."""

@@ -105,21 +105,10 @@ class SRPO(Objective):
     """Group-relative policy gradient on correct responses, entropy-weighted reverse KL on wrong ones."""
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    beta: float = setting(1.0, "Entropy coefficient of the token weights.")
-    clip: float = setting(0.2, "PPO clipping epsilon.")
-    ratio_cap: float = setting(2.0, "Largest importance ratio.")
+    beta: float = setting(1.0, "Entropy coefficient of the token weights.", at_least=0, below=math.inf)
+    clip: float = setting(0.2, "PPO clipping epsilon.", at_least=0)
+    ratio_cap: float = setting(2.0, "Largest importance ratio; below 1 it would cut off every gradient.", at_least=1)
     deviation: Deviation = setting("population", "Divisor of the advantages: population or sample standard deviation, or none.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}; it must be a finite number, 0 or above")
-        if not self.clip >= 0:
-            raise ValueError(f"clip is {self.clip}; it must be 0 or above")
-        if not self.ratio_cap >= 1:
-            raise ValueError(
-                f"ratio_cap is {self.ratio_cap}; below 1 it would cut off ratios of 1, and with them every gradient"
-            )
 
     def needs_teacher(self, rollout: Rollout) -> bool:
         return not rollout.verdict.correct

@@ -118,19 +118,12 @@ class TopD(Objective):
     """Clipped policy gradient on the proximal teacher's token rewards."""
 
     group_size: int = setting(4, "Responses sampled per prompt.")
-    alpha: float = setting(0.2, "Proximal coefficient: the teacher's share in the mixture that rewards compare with.")
-    clip: float = setting(0.2, "PPO clipping epsilon.")
-    epochs: int = setting(1, "Passes over the rollouts of a step.")
-    minibatch_prompts: int = setting(1, "Prompts per update.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha is {self.alpha}; expected a share between 0 and 1")
-        if self.clip < 0:
-            raise ValueError(f"clip is {self.clip}; it must not be below 0")
-        if self.epochs < 1 or self.minibatch_prompts < 1:
-            raise ValueError(f"epochs is {self.epochs} and minibatch_prompts {self.minibatch_prompts}; both must be at least 1")
+    alpha: float = setting(
+        0.2, "Proximal coefficient: the teacher's share in the mixture that rewards compare with.", at_least=0, at_most=1
+    )
+    clip: float = setting(0.2, "PPO clipping epsilon.", at_least=0)
+    epochs: int = setting(1, "Passes over the rollouts of a step.", at_least=1)
+    minibatch_prompts: int = setting(1, "Prompts per update.", at_least=1)
 
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
         metrics, rollouts = Metrics(), step.rollouts

@@ -84,16 +84,9 @@ class TrOPD(Objective):
     """Sampled-token reward where trusted, top-k forward KL elsewhere, and guided responses."""
 
     group_size: int = setting(4, "Ordinary responses per prompt; one guided response comes on top.")
-    beta: float = setting(1e-3, "Guidance coefficient: weight of the teacher's prefix.")
-    max_prefix: int = setting(384, "Longest guided prefix at the first step, in tokens; 0 turns guidance off.")
-    top_k: int = setting(64, "Number of the teacher's most likely tokens in the forward KL of untrusted tokens.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}; expected a finite number, at least 0")
-        if self.max_prefix < 0 or self.top_k < 1:
-            raise ValueError(f"max_prefix is {self.max_prefix} and top_k {self.top_k}; expected at least 0 and 1")
+    beta: float = setting(1e-3, "Guidance coefficient: weight of the teacher's prefix.", at_least=0, below=math.inf)
+    max_prefix: int = setting(384, "Longest guided prefix at the first step, in tokens; 0 turns guidance off.", at_least=0)
+    top_k: int = setting(64, "Number of the teacher's most likely tokens in the forward KL of untrusted tokens.", at_least=1)
 
     @property
     def responses_per_prompt(self) -> int:

@@ -7,7 +7,8 @@ times a tempered copy of the student, which suppresses such tokens early in trai
     Q_t(v) = q_t(v) p_t(v)^beta / Z,   loss_t = KL(sg[Q_t] || p_t),   beta_k = beta_start + (beta_end - beta_start) k / (K - 1)
 
 The teacher is the EMA with feedback on the student's own response, every rollout is distilled, and the schedule ends exactly at
-`beta_end`. While beta > 0 the loss is positive even for q = p: the target is sharper than the student.
+`beta_end`. While beta > 0 the loss is positive even for q = p: the target is sharper than the student. A beta below 0 would
+reward disagreement.
 """
 
 from __future__ import annotations
@@ -40,16 +41,8 @@ def veto_target(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> 
 class Veto(Objective):
     """Forward KL to the product of experts, on every rollout."""
 
-    beta_start: float = setting(0.8, "The student's exponent in the target at the first step.")
-    beta_end: float = setting(0.0, "The same at the last step; linear in between.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.beta_start < math.inf and 0 <= self.beta_end < math.inf):
-            raise ValueError(
-                f"beta_start is {self.beta_start} and beta_end {self.beta_end}; expected finite exponents, at least 0 "
-                "(one below 0 rewards disagreement)"
-            )
+    beta_start: float = setting(0.8, "The student's exponent in the target at the first step.", at_least=0, below=math.inf)
+    beta_end: float = setting(0.0, "The same at the last step; linear in between.", at_least=0, below=math.inf)
 
     def beta(self, progress: float) -> float:
         return self.beta_start + (self.beta_end - self.beta_start) * progress
