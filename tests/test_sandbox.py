@@ -532,12 +532,15 @@ def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
         sandbox._run("", "", [], Limits(), "limits")
 
 
-def test_a_process_that_cannot_isolate_itself_gives_no_verdict(monkeypatch):
-    result = json.dumps({"error": {"type": "OSError", "text": "no Landlock", "line": None, "phase": "sandbox"}})
+@pytest.mark.parametrize(
+    ("kind", "text", "said"), [("OSError", "no Landlock", "no Landlock"), ("MemoryError", "", "MemoryError")]
+)
+def test_a_process_that_cannot_isolate_itself_gives_no_verdict(kind, text, said, monkeypatch):
+    result = json.dumps({"error": {"type": kind, "text": text, "line": None, "phase": "sandbox"}})
     report = {"late": False, "signal": None, "lost": 0, "output": "", "result": result}
     monkeypatch.setattr(sandbox, "_importable", lambda: {"libraries": []})
     monkeypatch.setattr(sandbox, "_ask", lambda *_: [report])
-    with pytest.raises(SandboxError, match="^no Landlock$"):
+    with pytest.raises(SandboxError, match=f"^{said}$"):
         sandbox._run("", "", [], Limits(), "limits")
 
 
