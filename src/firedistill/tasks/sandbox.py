@@ -32,7 +32,7 @@ LEVEL_VARIABLE = "FIREDISTILL_SANDBOX"
 DESCRIPTIONS = {
     "namespaces": "own namespaces (no network, no other processes, a file system with the standard library only), "
     "system-call filter, limits",
-    "filter": "system-call filter and Landlock (no network, no files but the standard library and a scratch folder), limits; "
+    "filter": "system-call filter and Landlock (no network, no files but the standard library, read-only), limits; "
     "no namespaces",
     "limits": "limits of time, memory and processes only: programs can read your files and use the network",
 }
