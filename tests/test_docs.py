@@ -374,7 +374,7 @@ def desk(modules, runs, monkeypatch):
 def stop_at_the_model(monkeypatch):
     """Configurations and benchmarks are looked up as ever; then `Loads` is raised."""
 
-    def trainer(args, **_):
+    def load(args, **_):
         raise Loads(args)
 
     class Benchmark:
@@ -384,14 +384,14 @@ def stop_at_the_model(monkeypatch):
             raise Loads(options)
 
     look_up = firedistill.benchmarks.load_benchmark
-    monkeypatch.setattr("firedistill.cli.train.SelfDistillTrainer", trainer)
-    monkeypatch.setattr("firedistill.cli.train.WarmStartTrainer", trainer)
-    monkeypatch.setattr("firedistill.cli.inspect.load_setup", trainer)
+    for trainer in ("SelfDistillTrainer", "WarmStartTrainer"):
+        monkeypatch.setattr(f"firedistill.cli.train.{trainer}.__init__", lambda self, args: load(args))
+    monkeypatch.setattr("firedistill.cli.inspect.load_setup", load)
     monkeypatch.setattr("firedistill.benchmarks.load_benchmark", lambda name: look_up(name) and Benchmark)
     monkeypatch.setattr("firedistill.cli.bench.check_device", lambda device: None)
     monkeypatch.setattr("torch.set_num_threads", lambda threads: None)  # --threads would last beyond the test
-    monkeypatch.setattr("firedistill.benchmarks.parts.run_parts", lambda *arguments: trainer(arguments))
-    monkeypatch.setattr("firedistill.cli.bench.write_page", trainer)
+    monkeypatch.setattr("firedistill.benchmarks.parts.run_parts", lambda *arguments: load(arguments))
+    monkeypatch.setattr("firedistill.cli.bench.write_page", load)
 
 
 def test_the_command_lines_are_found():
@@ -494,7 +494,7 @@ def test_options_in_the_text_exist(page, capsys):
     known |= {name.lstrip("-").replace("-", "_") for name in PRINTING_OPTIONS}
     for command in COMMANDS:
         known |= {name.replace("-", "_") for name in re.findall(r"--([a-z][\w-]*)", help_of(command, capsys))}
-    known |= set(re.findall(r'"--(\w+)"', text_of("tests/kill_test.py")))
+    known |= set(re.findall(r'"--(\w+)"', text_of("tests/kill_test.py") + text_of("tests/fault_test.py")))
     named = {word for span in re.findall(r"`(--[^`]+)`", text_of(page)) for word in span.split() if word.startswith("--")}
     assert {word for word in named if re.split(r"[=.]", word[2:])[0].replace("-", "_") not in known} == set()
 
