@@ -420,7 +420,7 @@ def test_settings_default_to_the_papers_table(method, table):
         ("veto", {"xyz": 1}, "no setting 'xyz'; it has group_size, beta_start, beta_end"),
         ("veto", {"beta_start": "high"}, "beta_start is 'high'; expected a number"),
         ("veto", {"beta_start": -0.1}, "beta_start is -0.1"),
-        ("veto", {"beta_end": -1}, "beta_end is -1.0: expected a number at least 0 and below inf"),
+        ("veto", {"beta_end": -1}, "beta_end is -1.0: expected a finite number at least 0"),
         ("veto", {"beta_start": math.inf}, "beta_start is inf"),
         ("veto", {"beta_end": "nan"}, "beta_end is 'nan'; expected a number"),
         ("veto", {"group_size": 0}, "group_size is 0"),

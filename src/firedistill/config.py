@@ -58,7 +58,9 @@ def beyond_limits(value: Any, limits: Mapping[str, float]) -> str:
     """What to expect instead of a number that is beyond limits, by the names in `LIMITS`; "" if it is within them."""
     if all(LIMITS[name](value, limit) for name, limit in limits.items()):
         return ""
-    return "a number " + " and ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items())
+    kind = "a number" if all(map(math.isfinite, limits.values())) else "a finite number"
+    finite = [f"{name.replace('_', ' ')} {limit}" for name, limit in limits.items() if math.isfinite(limit)]
+    return f"{kind} {' and '.join(finite)}".strip()
 
 
 training_setting = partial(option, "What to train")
