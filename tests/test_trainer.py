@@ -542,7 +542,7 @@ def test_one_response_without_a_finite_loss_costs_its_step_and_is_named(checkpoi
 # ---- What a step does ------------------------------------------------------------------------------------------------------
 
 
-@register("by_prompt")
+@register("per_prompt")
 class ByPrompt(Objective):
     """An update per prompt with a large gradient, except for the third prompt, which has none."""
 
@@ -579,7 +579,7 @@ def test_every_update_of_a_step_is_clipped_and_has_a_gradient_of_its_own(checkpo
     """By SGD, whose update is the rate, 1e-2, times the clipped gradient."""
     changes = {"optim": "sgd", "weight_decay": 0.0, "warmup_steps": 0, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
     changes |= {"method_settings": {"group_size": 2}, "max_steps": 1, "eval_size": 0, "save_strategy": "no"}
-    trainer = run_trainer(checkpoint, tmp_path / "run", method="by_prompt", **changes)
+    trainer = run_trainer(checkpoint, tmp_path / "run", method="per_prompt", **changes)
     updates = UpdateNorms(trainer)
     trainer.add_callback(updates)
     trainer.train()
