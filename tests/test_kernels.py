@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +249,19 @@ def test_draw(vocabulary, deviation, width, device, monkeypatch):
     assert (found[0] == NOT_FINITE).nonzero().flatten().tolist() == [6, 7, 8]
     assert (found[0] == TOO_FEW).any() == (vocabulary > width), "of equal scores, all candidates are in the nucleus"
     assert (found[0] >= 0).any() == (vocabulary <= width or deviation > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+def test_kernels_compile(capability, tmp_path):
+    """In half precision, for A100, H100 and B200. Triton's interpreter takes programs that its compiler refuses."""
+    compiler = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, compiler, capability], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    sizes = {name: list(map(int, rest)) for _, name, *rest in map(str.split, done.stdout.splitlines())}
+    assert len(sizes) == 9 and all(of_kernel and min(of_kernel) > 0 for of_kernel in sizes.values()), sizes
 
 
 def test_kernels_are_for_gpus_and_half_precision():
