@@ -168,7 +168,9 @@ def test_samples_are_the_models_own(family, fixed):
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
     engine = HFRolloutEngine(model, tokenizer, fixed=fixed)
-    assert (engine.causal_lm is not None) == (model.config.model_type in OWN_LOOP)
+    # Gemma 4 prepares the inputs of a step itself in transformers 5.23, not in 5.16.
+    if model.config.model_type != "gemma4_text" or Version(transformers.__version__) >= Version("5.23"):
+        assert (engine.causal_lm is not None) == (model.config.model_type in OWN_LOOP)
     assert (engine.decoder is not None) == (fixed and model.config.model_type in FIXED_MEMORY)
     found = [response.token_ids for response in engine.generate(PROMPTS, Sampling(temperature=0, max_new_tokens=12), seed=0)]
     for prompt, response in zip(PROMPTS, found, strict=True):
