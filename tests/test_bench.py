@@ -471,7 +471,7 @@ def test_a_step_has_the_radius_that_was_asked_for(gpu_records):
     whole = {(row["case"]["method"], row["case"].get("over")): row for row in rows}
     full, tenth, every = whole["full_context", None], whole["fire", 0.1], whole["fire", 1.0]
     assert {row["details"]["correct_rate"] for row in rows} == {0.5}
-    assert {(row["details"]["merges_adapter"], row["details"]["fused_layers"]) for row in rows} == {(True, 0)}
+    assert {(row["details"]["merges_adapter"], row["details"]["fused_layers"]) for row in rows} == {(True, 2)}
     assert full["details"]["generated_tokens"] == TINY_GPU.prompts * TINY_GPU.response
     assert full["details"]["step_scale"] == 1.0 < tenth["details"]["step_scale"] < every["details"]["step_scale"]
     assert tenth["details"]["chi_active"] < 0.5 and every["details"]["chi_active"] > 0.9

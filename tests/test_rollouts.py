@@ -488,7 +488,7 @@ def test_fixed_decoding_keeps_every_address():
             if "lora_B" in name:
                 p.add_(0.2)
     moved = engine.sharing(BatchLimit(6, "eval_batch_size", "")).generate(PROMPTS[::-1], sampling, seed=1)
-    assert addresses() == before and len(engine.copies) == 2 * 7
+    assert addresses() == before and len(engine.copies) == 2 * 4
     assert moved == plain.generate(PROMPTS[::-1], sampling, seed=1) and moved[::-1] != first
 
 
@@ -900,7 +900,7 @@ def test_memory_that_is_kept_is_freed_where_it_is_short(monkeypatch):
 
     monkeypatch.setattr(fixed.Decoder, "advance", once_out_of_memory)
     assert engine.generate(PROMPTS, GREEDY, seed=0) == expected
-    assert failed == [14, (2, 2)], "copies were dropped, and the buffers are those of two rows"
+    assert failed == [8, (2, 2)], "copies were dropped, and the buffers are those of two rows"
 
 
 def test_keys_and_values_are_freed_before_larger_ones_are_made(monkeypatch):
@@ -927,7 +927,7 @@ def test_keys_and_values_are_freed_before_larger_ones_are_made(monkeypatch):
 def test_a_closed_engine_keeps_nothing_and_samples_again():
     engine = HFRolloutEngine(adapted(), byte_tokenizer(), merge_adapter=True, fixed=True)
     expected = engine.generate(PROMPTS, GREEDY, seed=0)
-    assert len(engine.copies) == 14 and engine.decoder.rows == 8
+    assert len(engine.copies) == 8 and engine.decoder.rows == 8
     close(engine)
     assert engine.copies == {} and engine.decoder.rows == 0
     assert engine.generate(PROMPTS, GREEDY, seed=0) == expected

@@ -33,8 +33,8 @@ class HFRolloutEngine:
     With `merge_adapter` a call runs on copies `W + s B A` of the adapted projections, made from the current weights and dropped
     afterwards (`merging.py`). The copies take as much memory as the projections; in bfloat16 on a CPU they are packed for its
     kernels, and so is a copy of the output projection. Their rounding differs from that of the unmerged model: on SmolLM2-135M in
-    bfloat16 with a trained adapter, KL(merged || unmerged) is 1.0e-3 per token, and each of the two is 0.65e-3 away from the same
-    model in float32, where they agree to 3e-9.
+    bfloat16 with factors B of standard deviation 0.01, KL(merged || unmerged) is 2.1e-3 per token (2,400 tokens of text), and each of
+    the two is 1.3e-3 away from the same model in float32, where they agree to 1e-9.
 
     Args:
         model: a causal language model, possibly with an adapter.
@@ -45,8 +45,7 @@ class HFRolloutEngine:
             any case.
         fixed: keep merged copies, keys and values in the same memory from call to call, and look at the tokens after every 16 of them
             only (`fixed.py`), where the model allows it. None does so on GPUs, whose host does not keep up otherwise.
-        fuse_layers: where the call merges, run decoder layers in fewer operations (`layers.py`), which rounds in other places. None
-            does so on GPUs.
+        fuse_layers: where the call merges, run decoder layers in fewer operations (`layers.py`), which rounds in other places.
     """
 
     def __init__(
@@ -56,9 +55,10 @@ class HFRolloutEngine:
         batch_size: int | BatchLimit = 32,
         merge_adapter: bool | None = None,
         fixed: bool | None = None,
-        fuse_layers: bool | None = None,
+        fuse_layers: bool = True,
     ):
-        self.model, self.tokenizer, self.merge_adapter = model, tokenizer, merge_adapter
+        self.model, self.tokenizer = model, tokenizer
+        self.merge_adapter, self.fuse_layers = merge_adapter, fuse_layers
         self.limit = (
             batch_size if isinstance(batch_size, BatchLimit) else BatchLimit(batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
         )
@@ -67,9 +67,7 @@ class HFRolloutEngine:
         self.on_response: Callable[[int, Response], Any] | None = None
         self.decoder: Decoder | None = None
         self.copies: dict[nn.Module, nn.Module] | None = None
-        on_gpu = model.device.type == "cuda"
-        self.fuse_layers = on_gpu if fuse_layers is None else fuse_layers
-        fixed = on_gpu if fixed is None else fixed
+        fixed = model.device.type == "cuda" if fixed is None else fixed
         if fixed and self.causal_lm is not None and can_fix(self.causal_lm):
             self.decoder, self.copies = Decoder(self.causal_lm, tokenizer.pad_token_id, self.stop_ids), {}
 
