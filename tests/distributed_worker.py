@@ -18,6 +18,13 @@ from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, adapter_weights
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+ZERO_2 = {
+    "zero_optimization": {"stage": 2, "overlap_comm": True, "contiguous_gradients": True},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "zero_allow_untested_optimizer": True,
+}
 
 
 class ScriptedEngine:
@@ -77,6 +84,7 @@ def worker_config(
         # Else each run estimates its memory and draws its curves, which takes most of its time.
         "disable_tqdm": method != "scope",
         "ddp_backend": "gloo" if PROCESSES > 1 else None,
+        "deepspeed": ZERO_2 if os.environ.get("FIREDISTILL_TEST_DEEPSPEED") else None,
     }
     return trainer_class, config_class(**common | settings)
 

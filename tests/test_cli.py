@@ -18,6 +18,7 @@ import torch
 import yaml
 from rich.console import Console
 
+from distributed_worker import ZERO_2
 from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Verdict, __version__, load_task
 from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
@@ -313,8 +314,29 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             "optim_target_modules is ['q_proj'], which has no effect on optim adamw_torch: leave it out",
         ),
         (
-            {"deepspeed": {"bf16": {}}, "policy_step_radius": 0.1},
+            {"deepspeed": ZERO_2, "policy_step_radius": 0.1},
             "policy_step_radius (0.1) has no effect with DeepSpeed, which updates the weights within the backward pass",
+        ),
+        ({"deepspeed": []}, "deepspeed has zero_optimization.stage None: expected 1 or 2; without ZeRO, leave deepspeed out"),
+        (
+            {"deepspeed": ZERO_2 | {"zero_optimization": {"stage": 0}}},
+            "deepspeed has zero_optimization.stage 0: expected 1 or 2",
+        ),
+        (
+            {"deepspeed": ZERO_2 | {"zero_optimization": {"stage": 3}}},
+            "deepspeed has ZeRO stage 3, which shards the adapter with",
+        ),
+        ({"deepspeed": ZERO_2 | {"scheduler": {}}}, "deepspeed has 'scheduler', which would replace that of the options"),
+        *(
+            (
+                {"deepspeed": {key: ZERO_2[key] for key in ZERO_2 if key != name}},
+                f"deepspeed has no '{name}', so that {option} would",
+            )
+            for name, option in {
+                "gradient_clipping": "max_grad_norm",
+                "gradient_accumulation_steps": "gradient_accumulation_steps",
+                "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+            }.items()
         ),
         ({"trackio_static_space_id": "me/run"}, "trackio_static_space_id is 'me/run', which is made of a space"),
         ({"max_new_tokens": 2560}, "max_new_tokens is 2560: expected less than max_context_tokens (2560)"),
@@ -520,6 +542,7 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--optim", "sgd", "--optim_args", "momentum=x"], "optim_args has 'momentum=x': could not convert"),
         (["train", "RECIPE", "--fsdp", "full_shard"], "use fsdp_size"),
         (["train", "RECIPE", "--deepspeed", "FOLDER/none.json"], "'FOLDER/none.json', and there is no such file"),
+        (["train", "RECIPE", "--deepspeed", "RECIPE"], "RECIPE', which is not JSON: Expecting value"),
         (["train", "RECIPE", "--judge", "FOLDER/none.yaml"], "'FOLDER/none.yaml', and there is no such file"),
         (["train", "RECIPE", "--teacher", "FOLDER/none/none"], "teacher FOLDER/none/none: there is no model"),
         (

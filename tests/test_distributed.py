@@ -44,11 +44,11 @@ SAMPLED = ["fire", "tropd"]
 STOPPED = ["fire:stopped", "tropd:stopped"]
 
 
-def launch(worker: str, *arguments: str, processes: int = 2) -> None:
+def launch(worker: str, *arguments: str, processes: int = 2, **variables: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command += [str(TESTS / worker), *arguments]
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout[-200:] + result.stderr[-3000:]
 
@@ -281,6 +281,44 @@ def test_ray_starts_lost_workers_again_and_gives_what_torchrun_gives(one_node, t
         workers[1].kill()
         assert launcher.wait(400) == 0, (tmp_path / "log").read_text()[-3000:]
     assert same_run(run, one_node)
+
+
+WITH_DEEPSPEED = {"DS_ACCELERATOR": "cpu", "FIREDISTILL_TEST_DEEPSPEED": "1"}
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed (docs/tests.md)"
+)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("kind", ["warmstart", "fire:scripted", "rlcsd:scripted", "fire", "tropd"])
+def test_deepspeed_trains_as_ddp_does(kind, checkpoint, folders, tmp_path):
+    """Also with several updates per step (RLCSD)."""
+    launch("distributed_worker.py", kind, checkpoint, str(tmp_path), "2", **WITH_DEEPSPEED)
+    for rank in (0, 1):
+        expected = weights(folders[1] / kind, rank)
+        for name, value in weights(tmp_path / kind, rank).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+    rows, expected = (read_jsonl(folder / kind / "metrics.jsonl") for folder in (tmp_path, folders[1]))
+    assert [row["generated_tokens"] for row in rows] == [row["generated_tokens"] for row in expected]
+    assert [row["grad_norm"] for row in rows] == pytest.approx([row["grad_norm"] for row in expected], rel=1e-4)
+
+
+@needs_deepspeed
+def test_a_killed_run_with_deepspeed_resumes_bit_for_bit(tmp_path):
+    (tmp_path / "zero2.json").write_text(json.dumps(distributed_worker.ZERO_2))
+    options = ["--deepspeed", str(tmp_path / "zero2.json")]
+    runs = [tmp_path / "whole", tmp_path / "killed"]
+    with open(tmp_path / "log", "w") as log:
+        whole, killed = (torchrun(run, log, *options, **WITH_DEEPSPEED) for run in runs)
+        wait_for(lambda: (runs[1] / "checkpoint-4").is_dir() or killed.poll() is not None)
+        for process in (*psutil.Process(killed.pid).children(), killed):
+            process.kill()
+        killed.wait()
+        wait_for(lambda: not is_training(runs[1]))
+        assert len(read_jsonl(runs[1] / "metrics.jsonl")) < 12
+        resumed = torchrun(runs[1], log, *options, **WITH_DEEPSPEED)
+        assert [whole.wait(300), resumed.wait(300)] == [0, 0], (tmp_path / "log").read_text()[-3000:]
+    assert same_run(*runs) and "resuming after step" in (tmp_path / "log").read_text()
 
 
 class StubRay:

@@ -162,6 +162,24 @@ def test_an_incomplete_checkpoint_is_never_used(damage, whole, copy, model, capl
         resumed.checkpoint_to_resume(str(newest))
 
 
+def test_deepspeed_and_its_checkpoints_belong_together(copy, model, monkeypatch):
+    trainer = SelfDistillTrainer(args=killable_config(model, copy, "fire", 4), task=RandomTask())
+    other = SelfDistillTrainer(args=killable_config(model, copy, "fire", 4, learning_rate=0.5), task=RandomTask())
+    (copy / "checkpoint-4" / "latest").write_text("global_step4")
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-4 was written with DeepSpeed, .*resume it with DeepSpeed \(this run is without"
+    ):
+        trainer.checkpoint_to_resume("auto", ["deepspeed"])
+    monkeypatch.setattr(SelfDistillTrainer, "sharded", True)
+    assert trainer.checkpoint_to_resume("auto") == copy / "checkpoint-4"
+    with pytest.raises(CheckpointError, match=r"learning_rate was 0.01, is 0.5. DeepSpeed restores this from its checkpoint"):
+        other.checkpoint_to_resume("auto", ["learning_rate"])
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-2 was written without DeepSpeed, .*resume it without DeepSpeed \(this run is with\)"
+    ):
+        trainer.checkpoint_to_resume(copy / "checkpoint-2", ["deepspeed"])
+
+
 def test_damaged_checkpoints_alone_are_not_silently_replaced(copy, model):
     for folder in copy.glob("checkpoint-*"):
         (folder / "teacher.safetensors").unlink()

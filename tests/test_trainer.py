@@ -268,8 +268,14 @@ def test_the_settings_of_the_caller_stay_as_they_are(checkpoint, tmp_path):
 
 
 def test_sharded_base_models_are_refused(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("firedistill.trainer.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(ValueError, match="FSDP and .* ZeRO-3 are not supported, .*--fsdp_size N"):
+    create = SelfDistillTrainer.create_accelerator_and_postprocess
+
+    def by_the_launcher(self):
+        create(self)
+        self.is_fsdp_enabled = True
+
+    monkeypatch.setattr(SelfDistillTrainer, "create_accelerator_and_postprocess", by_the_launcher)
+    with pytest.raises(ValueError, match="FSDP is not supported, .*--fsdp_size N"):
         run_trainer(checkpoint, tmp_path / "run")
 
 

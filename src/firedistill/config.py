@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import operator
 import os
@@ -447,7 +448,7 @@ class SelfDistillConfig(TrainingArguments):
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
         if isinstance(self.deepspeed, str):
-            self.deepspeed = os.path.expanduser(self.deepspeed)
+            self.deepspeed = read_deepspeed(os.path.expanduser(self.deepspeed))
         if self.report_to is None:
             self.report_to = "none"  # transformers would look for a tracker called None
         if self.eval_size == 0 and self.eval_strategy == "no":
@@ -578,8 +579,8 @@ class SelfDistillConfig(TrainingArguments):
             known = [entry.name for entry in fields(AcceleratorConfig)]
             if unknown := [repr(name) for name in self.accelerator_config if name not in known]:
                 raise ValueError(f"accelerator_config has {', '.join(unknown)}: expected {', '.join(known)}")
-        if isinstance(self.deepspeed, str) and not Path(self.deepspeed).is_file():
-            raise ValueError(f"deepspeed is {self.deepspeed!r}, and there is no such file: expected its configuration (JSON)")
+        if self.deepspeed is not None:
+            check_deepspeed(self.deepspeed)
         if self.policy_step_radius is not None and (
             self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
         ):
@@ -731,6 +732,46 @@ class SelfDistillConfig(TrainingArguments):
     def save_yaml(self, path: str | Path) -> None:
         """Write the resolved settings; `firedistill train` accepts the file as a recipe."""
         write_text(Path(path), yaml.safe_dump(self.resolved(), sort_keys=False, allow_unicode=True))
+
+
+def read_deepspeed(file: str) -> Any:
+    """The configuration in a JSON file.
+
+    Raises:
+        ValueError: there is no such file, or it is not JSON.
+    """
+    if not Path(file).is_file():
+        raise ValueError(f"deepspeed is {file!r}, and there is no such file: expected its configuration (JSON)")
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"deepspeed is {file!r}, which is not JSON: {error}") from error
+
+
+def check_deepspeed(config: Any) -> None:
+    """Raise ValueError for a configuration of DeepSpeed that would shard the adapter, or leave options of the run without effect."""
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage == 3:
+        raise ValueError(
+            "deepspeed has ZeRO stage 3, which shards the adapter with the base model: use --fsdp_size N, which spreads the base model "
+            "alone over N processes, or --quantization nf4"
+        )
+    if stage not in (1, 2):
+        raise ValueError(f"deepspeed has zero_optimization.stage {stage!r}: expected 1 or 2; without ZeRO, leave deepspeed out")
+    for name in ("optimizer", "scheduler"):
+        if name in config:
+            raise ValueError(
+                f"deepspeed has {name!r}, which would replace that of the options (optim, lr_scheduler_type): leave it out"
+            )
+    options = {
+        "gradient_clipping": "max_grad_norm",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    }
+    for name, option in options.items():
+        if name not in config:
+            raise ValueError(f'deepspeed has no {name!r}, so that {option} would have no effect: add "{name}": "auto"')
 
 
 def redeclared(name: str, default: Any, **changed: Any) -> Any:

@@ -29,13 +29,12 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.checks import Preflight, check
-from firedistill.config import SelfDistillConfig, WarmStartConfig
+from firedistill.config import SelfDistillConfig, WarmStartConfig, check_deepspeed
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json, write_text, written_whole
 from firedistill.memory import (
@@ -190,11 +189,13 @@ class SelfDistillTrainer(ResumableTrainer):
                 callbacks=[StepCallbacks(self), *(callbacks or [])],
                 optimizers=optimizers,
             )
-        if self.is_fsdp_enabled or is_deepspeed_zero3_enabled():
+        if self.is_fsdp_enabled:
             raise ValueError(
-                "accelerate's FSDP and DeepSpeed's ZeRO-3 are not supported, because they shard the adapter with the base model. Use "
-                "--fsdp_size N, which spreads the base model alone over N processes, or --quantization nf4"
+                "accelerate's FSDP is not supported, because it shards the adapter with the base model. Use --fsdp_size N, which "
+                "spreads the base model alone over N processes, or --quantization nf4"
             )
+        if self.is_deepspeed_enabled:  # perhaps by accelerate's launcher
+            check_deepspeed(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         # What clipping visits; the model has thousands of modules.
         self.trained = nn.ParameterList(trained_parameters(self.model).values())
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga

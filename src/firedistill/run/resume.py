@@ -33,6 +33,17 @@ from firedistill.run.signals import StopOverdue, StopRequest
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 10.0
+# DeepSpeed restores them from its checkpoint.
+FIXED_BY_DEEPSPEED = {
+    "world_size",
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "optim_args",
+}
 
 
 class ResumableTrainer(Trainer):
@@ -162,8 +173,15 @@ class ResumableTrainer(Trainer):
         step, manifest = checkpoints.step_of(folder), checkpoints.read_manifest(folder)
         if manifest.get("step") != step:
             raise CheckpointError(f"{folder} was renamed: it holds step {manifest.get('step')!r}")
+        self.refuse_another_format(folder)
         self.adopt(identity.part(manifest, "settings"))
         self._allowed_changes = identity.refuse_differences(folder, manifest, self.identity(), self.args, allow_changes)
+        fixed = [text for name, text in self._allowed_changes.items() if self.sharded and name in FIXED_BY_DEEPSPEED]
+        if fixed:
+            raise CheckpointError(
+                f"{folder}: {'; '.join(fixed)}. DeepSpeed restores this from its checkpoint: restore the old values, or start from the "
+                "beginning with --overwrite or in another --output_dir"
+            )
         refuse_another_scale(self.model, folder, allow_changes)
         if step > self.args.max_steps:
             raise CheckpointError(
@@ -171,6 +189,16 @@ class ResumableTrainer(Trainer):
             )
         self.evaluation_due = manifest.get("evaluation_due") is True
         return folder
+
+    def refuse_another_format(self, folder: Path) -> None:
+        """Raise CheckpointError if DeepSpeed wrote the checkpoint and this run is without it, or the other way around."""
+        of_deepspeed = (folder / "latest").is_file()  # it names the folder with DeepSpeed's own files
+        if of_deepspeed != self.sharded:
+            before, now = ("with", "without") if of_deepspeed else ("without", "with")
+            raise CheckpointError(
+                f"{folder} was written {before} DeepSpeed, whose checkpoints have a format of their own: resume it {before} DeepSpeed "
+                f"(this run is {now}), or start from the beginning with --overwrite or in another --output_dir"
+            )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_adapter_weights(self.model, Path(resume_from_checkpoint))
