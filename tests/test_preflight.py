@@ -277,12 +277,6 @@ def test_the_check_of_gradients_changes_nothing(model, tmp_path):
     assert all(parameter.grad is None for parameter in setup.model.parameters())
 
 
-def test_nf4_trains_correctly_after_an_evaluation(tmp_path):
-    pytest.importorskip("bitsandbytes", reason="quantization nf4 needs bitsandbytes")
-    texts = found("lab", tmp_path, quantization="nf4")
-    assert any("gradient differs by" in text for text in texts["note"]) and not texts["error"]
-
-
 def test_feedback_that_fails(model, tmp_path):
     class Silent(ToyTask):
         def feedback(self, example, response, verdict):

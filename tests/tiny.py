@@ -34,14 +34,21 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def random_model(kind: str = "qwen2", tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, rows: int = 263):
-    """Two layers, hidden size 32; weights large enough for distributions that are not uniform."""
+def random_model(
+    kind: str = "qwen2",
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    rows: int = 263,
+    sizes: tuple[int, int] = (32, 48),
+):
+    """Two layers of these sizes, hidden and intermediate; weights large enough for distributions that are not uniform."""
     config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}[kind]
     torch.manual_seed(seed)
     config = config_class(
         vocab_size=rows,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -92,7 +92,7 @@ def changed(engine: VLLMEngine, prompts: list[list[int]], sampling: Sampling) ->
 
 def bare_forwards(engine: HFRolloutEngine, prompts: list[list[int]], steps: int) -> None:
     causal_lm = cast(PreTrainedModel, engine.causal_lm)
-    with inference_mode(engine.model), merged_adapter(engine.model):
+    with inference_mode(engine.model), merged_adapter(engine.model, fuse_layers=True):
         batch = GrowingBatch(causal_lm, prompts, Sampling(), torch.zeros(len(prompts), steps), pad_id=0)
         for _ in range(steps - 1):
             batch.forward(torch.full((len(prompts), 1), 5, device=causal_lm.device))

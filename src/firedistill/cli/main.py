@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -136,5 +137,7 @@ def is_lost_process(error: BaseException) -> bool:
 
 def load_command(name: str) -> Callable[[Sequence[str], Console], int]:
     """The function of a command; its module is imported on first use."""
+    # peft imports bitsandbytes where it is installed, which warns of a missing kernel that only repacked weights use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     module, _, function = COMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(f"firedistill.cli.{module}"), function)

@@ -38,7 +38,7 @@ from transformers import (
 from firedistill.models.errors import ModelError, explain_errors
 from firedistill.models.folders import check_folder, check_weights, weight_files
 from firedistill.models.gguf import SMOLLM2_SHA256, converted_gguf, smollm2_file
-from firedistill.models.quantized import keep_trainable
+from firedistill.models.quantized import prepare
 from firedistill.models.tokens import check_tokenizer, set_stop_and_pad_tokens
 
 # The tiny model that comes with the package; see docs/lab.md.
@@ -165,7 +165,7 @@ def load_model_and_tokenizer(
         )
         model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
         check_weights(model, found, name)
-        keep_trainable(model)
+        prepare(model)
     # An adapter records both, or peft would look for its base in the cache of this machine, or load the main branch.
     model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = source
     model.firedistill_revision = revision  # type: ignore[assignment]  # torch declares tensors and modules only
