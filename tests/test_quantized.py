@@ -28,19 +28,20 @@ LINEAR = 2 * 7  # layers of the tiny model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """A model whose sizes are multiples of the 64 weights that share a scale."""
+    """A model whose sizes are multiples of 64, the number of weights that share a scale."""
     return save_checkpoint(tmp_path_factory.mktemp("model") / "base", sizes=(64, 128))
 
 
-@pytest.fixture
-def quantized(model):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def quantized(request, model):
     """The tiny model in 4 bits with an adapter that is not zero, and its tokenizer."""
-    base, tokenizer = load_model_and_tokenizer(model, dtype="float32", quantization="nf4")
-    adapted = add_lora(base)
+    device = torch.device(request.param)
+    base, tokenizer = load_model_and_tokenizer(model, dtype="float32", quantization="nf4", device=device)
+    adapted = add_lora(base).to(device)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            parameter.data.normal_(std=0.3, generator=generator)
+            parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return adapted.eval(), tokenizer
 
 
@@ -49,7 +50,7 @@ def test_states_are_those_of_the_dequantized_weights(quantized, model):
     adapted, _ = quantized
     layers = quantized_layers(adapted)
     assert len(layers) == LINEAR
-    plain = add_lora(load_model_and_tokenizer(model, dtype="float32")[0]).eval()
+    plain = add_lora(load_model_and_tokenizer(model, dtype="float32")[0]).to(adapted.device).eval()
     weights = [dequantize_module_weight(layer) for layer in layers]
     bases = [module for name, module in plain.named_modules() if name.endswith("base_layer")]
     for base, weight in zip(bases, weights, strict=True):
@@ -108,7 +109,7 @@ def test_weights_that_are_restored_wrongly_are_refused(model, monkeypatch):
 
 
 def test_sizes_that_are_no_multiple_of_the_block_are_right_or_refused(checkpoint):
-    """bitsandbytes 0.50.2 restores them wrongly on CPUs."""
+    """bitsandbytes 0.50.2 restores them wrongly on CPUs with AVX512."""
     try:
         quantized, _ = load_model_and_tokenizer(checkpoint, dtype="float32", quantization="nf4")
     except ModelError as error:
