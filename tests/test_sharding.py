@@ -39,6 +39,7 @@ two_processes = pytest.mark.skipif(
 )
 METHODS = ["warmstart", "demopsd", "fire", "full_context", "hard_gradient_excision", "no_attribution", "no_projection"]
 METHODS += ["on_policy_sft", "scope", "srpo", "top_d", "tropd", "veto"]
+METHODS += ["negative_advantage", "rlcsd", "routing", "sdpg"]
 # What the second process has is all right, not to be trained on, cannot be judged, or twice as long.
 UNEQUAL = ["fire:right", "fire:nothing", "fire:failing", "fire:long"]
 # The prefixes of TrOPD are drawn by every process for itself.
@@ -188,6 +189,18 @@ def test_replicas_of_shards(checkpoint, tmp_path):
         replicated = results(tmp_path / "fire", rank)
         assert difference(joined(whole["weights"]), joined(replicated["weights"])) < 1e-6
         assert replicated["held"] < 0.6 * whole["held"]
+
+
+@two_processes
+@pytest.mark.slow
+def test_a_sharded_base_in_bfloat16_gives_what_a_whole_one_gives(checkpoint, tmp_path):
+    changes = {"model_dtype": "bfloat16", "gradient_checkpointing": True}
+    jobs = [[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), changes] for how in ("", ":whole")]
+    launch("sharded_worker.py", json.dumps(jobs))
+    sharded, whole = (results(tmp_path / f"run{how}") for how in ("", ":whole"))
+    for part in ("weights", "teacher"):
+        assert all(torch.equal(sharded[part][name], value) for name, value in whole[part].items())
+    assert losses(tmp_path / "run") == losses(tmp_path / "run:whole") and sharded["held"] < 0.6 * whole["held"]
 
 
 @two_processes
