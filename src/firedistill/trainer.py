@@ -34,7 +34,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.checks import Preflight, check
-from firedistill.config import SelfDistillConfig, WarmStartConfig, check_deepspeed
+from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json, write_text, written_whole
 from firedistill.memory import (
@@ -194,8 +194,6 @@ class SelfDistillTrainer(ResumableTrainer):
                 "accelerate's FSDP is not supported, because it shards the adapter with the base model. Use --fsdp_size N, which "
                 "spreads the base model alone over N processes, or --quantization nf4"
             )
-        if self.is_deepspeed_enabled:  # perhaps by accelerate's launcher
-            check_deepspeed(self.accelerator.state.deepspeed_plugin.deepspeed_config)
         # What clipping visits; the model has thousands of modules.
         self.trained = nn.ParameterList(trained_parameters(self.model).values())
         self.model_accepts_loss_kwargs = True  # what transformers 5.16 reads instead of loss_is_scaled_for_ga
