@@ -110,7 +110,7 @@ def test_settings_that_agree_with_the_object_are_recorded(config):
 
 
 def test_quantized_weights_of_an_object_stay_trainable(config):
-    """As those of a model that is loaded by its name; see `prepare`."""
+    """As those of a model that is loaded by its name; see `prepare_quantized`."""
     model = random_model()
     model.model.layers[0].mlp.up_proj.support_avx512bf16_for_cpu = True  # as layers of bitsandbytes have
     load_setup(config(), model=model, tokenizer=byte_tokenizer())

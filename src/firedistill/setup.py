@@ -24,7 +24,7 @@ from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
 from firedistill.models.lora import add_lora, check_adapter, load_adapter, sort_targets
 from firedistill.models.norms import fuse_norms
-from firedistill.models.quantized import prepare
+from firedistill.models.quantized import prepare_quantized
 from firedistill.models.sharding import distributed_config, limit_waiting, lockstep
 from firedistill.models.states import is_sharded, unwrap
 from firedistill.models.tokens import set_stop_and_pad_tokens
@@ -280,7 +280,7 @@ def load_student(
         raise ValueError("a model object needs its tokenizer: pass processing_class=... (tokenizer=... of load_setup)")
     else:
         match_object(args, model, train=train)
-        prepare(model)
+        prepare_quantized(model)
         set_stop_and_pad_tokens(unwrap(model), tokenizer)
     if args.checkpoint_sampling:
         use_checkpoint_sampling(args, model)

@@ -38,7 +38,7 @@ from transformers import (
 from firedistill.models.errors import ModelError, explain_errors
 from firedistill.models.folders import check_folder, check_weights, weight_files
 from firedistill.models.gguf import SMOLLM2_SHA256, converted_gguf, smollm2_file
-from firedistill.models.quantized import prepare
+from firedistill.models.quantized import prepare_quantized
 from firedistill.models.tokens import check_tokenizer, set_stop_and_pad_tokens
 
 # The tiny model that comes with the package; see docs/lab.md.
@@ -129,7 +129,7 @@ def load_model_and_tokenizer(
         ModelError: as in `resolve_model`; also an unknown, unreachable or gated hub id, a revision of a model that is not on the
             hub, custom code, an unknown dtype or quantization, a tokenizer that has no chat template or loses text, weights that are
             missing, of wrong shapes or not finite; attention by `sdpa` for a model that caps attention scores; quantization of a
-            mixture of experts, whose experts are no linear layers.
+            mixture of experts, whose experts are no linear layers, or of widths that bitsandbytes restores wrongly.
         OutOfMemory: the model does not fit into memory.
     """
     if dtype not in _DTYPES:
@@ -165,7 +165,7 @@ def load_model_and_tokenizer(
         )
         model, found = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
         check_weights(model, found, name)
-        prepare(model)
+        prepare_quantized(model)
     # An adapter records both, or peft would look for its base in the cache of this machine, or load the main branch.
     model.name_or_path = model.config.name_or_path = tokenizer.name_or_path = source
     model.firedistill_revision = revision  # type: ignore[assignment]  # torch declares tensors and modules only

@@ -26,7 +26,7 @@ TOLERATED_DIFFERENCE = 0.25
 TOLERATED_ROUNDING = 0.15
 
 
-def prepare(model: nn.Module) -> None:
+def prepare_quantized(model: nn.Module) -> None:
     """Make sure that weights in 4 bits can be trained through; in place.
 
     On processors with AVX512-BF16, bitsandbytes 0.50 repacks them for inference at the first forward pass in evaluation mode, which
