@@ -1,4 +1,4 @@
-"""A base model in 4 bits (bitsandbytes), on CPUs."""
+"""A base model in 4 bits (bitsandbytes)."""
 
 from __future__ import annotations
 
