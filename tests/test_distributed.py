@@ -290,9 +290,8 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 @needs_deepspeed
-@pytest.mark.parametrize("kind", ["warmstart", "fire:scripted", "top_d:scripted", "fire", "tropd"])
+@pytest.mark.parametrize("kind", COMPARED + SAMPLED)
 def test_deepspeed_trains_as_ddp_does(kind, checkpoint, folders, tmp_path):
-    """Also with several updates per step (TOP-D)."""
     launch("distributed_worker.py", kind, checkpoint, str(tmp_path), "2", **WITH_DEEPSPEED)
     for rank in (0, 1):
         expected = weights(folders[1] / kind, rank)

@@ -194,13 +194,18 @@ def test_replicas_of_shards(checkpoint, tmp_path):
 @two_processes
 @pytest.mark.slow
 def test_a_sharded_base_in_bfloat16_gives_what_a_whole_one_gives(checkpoint, tmp_path):
-    changes = {"model_dtype": "bfloat16", "gradient_checkpointing": True}
-    jobs = [[f"fire{how}", checkpoint, str(tmp_path / f"run{how}"), changes] for how in ("", ":whole")]
-    launch("sharded_worker.py", json.dumps(jobs))
-    sharded, whole = (results(tmp_path / f"run{how}") for how in ("", ":whole"))
-    for part in ("weights", "teacher"):
-        assert all(torch.equal(sharded[part][name], value) for name, value in whole[part].items())
-    assert losses(tmp_path / "run") == losses(tmp_path / "run:whole") and sharded["held"] < 0.6 * whole["held"]
+    methods, changes = (
+        ["fire", "full_context", "srpo", "warmstart"],
+        {"model_dtype": "bfloat16", "gradient_checkpointing": True},
+    )
+    kinds = [method + how for method in methods for how in ("", ":whole")]
+    launch("sharded_worker.py", json.dumps([[kind, checkpoint, str(tmp_path / kind), changes] for kind in kinds]))
+    for method in methods:
+        runs = tmp_path / method, tmp_path / f"{method}:whole"
+        sharded, whole = map(results, runs)
+        for part in ("weights", "teacher"):
+            assert all(torch.equal(sharded[part][name], value) for name, value in whole[part].items())
+        assert losses(runs[0]) == losses(runs[1]) and sharded["held"] < 0.6 * whole["held"]
 
 
 @two_processes

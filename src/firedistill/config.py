@@ -472,7 +472,7 @@ class SelfDistillConfig(TrainingArguments):
         if processes > 1 and not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise transformers starts independent processes
         super().__post_init__()
-        if self.deepspeed_plugin is not None:  # of the launcher's environment, if not of the option
+        if self.deepspeed is None and self.deepspeed_plugin is not None:  # of the launcher's environment
             check_deepspeed(self.deepspeed_plugin.deepspeed_config)
         self.gradient_checkpointing = self.activation_checkpointing = checkpointing
         self._check_optimizer_arguments()

@@ -47,18 +47,14 @@ def check_dequantization(model: nn.Module) -> None:
 
     bitsandbytes 0.50.2 is wrong on CPUs with AVX512 if the width is a multiple of 16 and not of 64, the size of its blocks.
     """
-    known = set()
-    for layer in quantized_layers(model):
-        state = getattr(getattr(layer, "weight", None), "quant_state", None)
-        if state is None or not hasattr(state, "quant_type"):
-            continue
-        columns, device = cast(int, layer.in_features), cast(Tensor, layer.weight).device
-        if (kind := (columns, state.blocksize, state.quant_type, state.dtype, device)) in known:
-            continue
-        known.add(kind)
+    kinds: dict[Any, None] = {}  # in the order of the layers
+    for layer in cast(list[Any], quantized_layers(model)):
+        if (state := getattr(getattr(layer, "weight", None), "quant_state", None)) is not None:
+            kinds[layer.in_features, layer.weight.device, state.dtype, state.blocksize, state.quant_type] = None
+    for columns, device, dtype, blocksize, quant_type in kinds:
         functional: Any = importlib.import_module("bitsandbytes.functional")
-        weights = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).to(device, state.dtype)
-        packed = functional.quantize_4bit(weights, blocksize=state.blocksize, quant_type=state.quant_type)
+        weights = torch.randn(64, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+        packed = functional.quantize_4bit(weights, blocksize=blocksize, quant_type=quant_type)
         rounding = float((functional.dequantize_4bit(*packed) - weights).float().norm() / weights.float().norm())
         if not rounding < TOLERATED_ROUNDING:
             raise ModelError(
