@@ -143,7 +143,7 @@ def table(runs: Sequence[PlannedRun], states: Mapping[str, RunState], title: str
         shown.add_column(name, justify="left" if name in ("run", "state", "") else "right", overflow="fold")
     for run in runs:
         state = states[run.id]
-        accuracy = f"{state.accuracy:.1%}" if state.accuracy == state.accuracy else ""
+        accuracy = "" if state.accuracy is None else f"{state.accuracy:.1%}"
         time = duration(state.seconds) if state.seconds else ""
         shown.add_row(
             run.id, state.name, f"{state.step}/{run.max_steps}", accuracy, time, state.note, style=COLOURS[state.name]

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import shlex
 import signal
@@ -35,7 +34,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from filelock import FileLock
 
@@ -58,6 +57,8 @@ STOPPED = {code for number in REQUESTS for code in (-number, 128 + number)}
 HELD = (BlockingIOError, PermissionError)
 STATES = ["done", "running", "failed", "waiting", "to do"]
 
+Otherwise = TypeVar("Otherwise")
+
 
 @dataclass
 class RunState:
@@ -66,14 +67,14 @@ class RunState:
     Attributes:
         name: one of `STATES`; "waiting" is for its warm start.
         step: the last step in its log.
-        accuracy: of the last evaluation, NaN without one.
+        accuracy: of the last evaluation, if there was one.
         seconds, steps: wall time of the last or current attempt, and the steps made in it.
         note: why it failed, what it waits for, or which process runs it.
     """
 
     name: str
     step: int = 0
-    accuracy: float = math.nan
+    accuracy: float | None = None
     seconds: float = 0.0
     steps: int = 0
     note: str = ""
@@ -154,8 +155,7 @@ class SuiteFolder:
         record, folder = self.record(run), self.run_folder(run)
         recorded, seconds, steps = record.get("state"), record.get("seconds", 0.0), record.get("steps", 0)
         if recorded == "done":
-            accuracy = math.nan if record.get("accuracy") is None else record["accuracy"]
-            return RunState("done", run.max_steps, accuracy, seconds, steps)
+            return RunState("done", run.max_steps, record.get("accuracy"), seconds, steps)
         step, accuracy = last_step(folder), last_accuracy(folder)
         if self.has_trainer(run, record) or (not managed and is_locked(self.state_path(run, "lock"))):
             seconds, steps = time.time() - record.get("since", time.time()), max(step - record.get("from_step", 0), 0)
@@ -213,15 +213,15 @@ def last_step(folder: Path) -> int:
     return row["step"] if row else 0
 
 
-def last_accuracy(folder: Path) -> float:
-    measured = math.nan
+def last_accuracy(folder: Path) -> float | None:
+    measured = None
     for row in iterate_jsonl(folder / "evals.jsonl"):
         if number(row.get("n"), 0) > 0:
-            measured = number(row.get("accuracy"), math.nan)
+            measured = number(row.get("accuracy"), None)
     return measured
 
 
-def number(value: Any, otherwise: float) -> float:
+def number(value: Any, otherwise: Otherwise) -> float | Otherwise:
     """The value if it is a finite number that a float can hold."""
     is_number = isinstance(value, int | float) and abs(value) < 1e300
     return float(value) if is_number else otherwise
@@ -466,12 +466,12 @@ class Runner:
             "seconds": seconds,
             "steps": max(step - record.get("from_step", 0), 0),
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "accuracy": None if math.isnan(accuracy) else accuracy,
+            "accuracy": accuracy,
         }
         exit_status = "" if code is None else f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         if complete(folder, run.max_steps):
             result["state"] = "done"
-            event = f"done in {duration(seconds)}" + ("" if math.isnan(accuracy) else f", accuracy {accuracy:.1%}")
+            event = f"done in {duration(seconds)}" + ("" if accuracy is None else f", accuracy {accuracy:.1%}")
             event += f"; {exit_status} after its end" if code else ""
         elif code is None or code in STOPPED or self.stops:
             result["state"] = "to do"
