@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -35,6 +36,15 @@ def warmstart_command(arguments: Sequence[str], console: Console) -> int:
 
 
 def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], console: Console, command: str) -> int:
+    """Run `train` or `warmstart` and end the process group; returns the exit status."""
+    status = _train(trainer_class, arguments, console, command)
+    if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
+        dist.destroy_process_group()
+        gc.collect()  # the trainer refers to the group, whose threads should not outlive the interpreter
+    return status
+
+
+def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], console: Console, command: str) -> int:
     if wants_help(arguments):
         print_help(trainer_class.config_class, console, command, everything="--help-all" in arguments)
         return 0
@@ -66,8 +76,6 @@ def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[st
         if trainer.console_report is not None:
             trainer.console_report.console = console
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
-    if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
-        dist.destroy_process_group()
     if trainer.stop.signal is not None and not trainer.ended:
         step = trainer.state.global_step
         resume = f"firedistill {command} {folder}"
