@@ -60,10 +60,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
-    """The mapping in a JSON file; raises `refusal` if the file is missing or does not hold one."""
+    """The mapping in a JSON file; raises `refusal` if there is none, and OSError if the system cannot read the file."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        with naming(path):
+            text = path.read_text(encoding="utf-8")
+        values = json.loads(text)
+    except (FileNotFoundError, ValueError, RecursionError) as error:
         raise refusal(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise refusal(f"{path} does not hold a mapping")

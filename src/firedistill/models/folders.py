@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from firedistill.files import read_json
+from firedistill.files import naming, read_json
 from firedistill.models.errors import NO_WEIGHTS, ModelError
 from firedistill.models.sharding import local
 from firedistill.terminal import some
@@ -69,7 +69,7 @@ def weight_files(folder: Path, name: str) -> list[str]:
 
 def _tensors_in(file: Path) -> int:
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with naming(file), safe_open(file, framework="pt") as tensors:
             return len(tensors.keys())
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file} is damaged or cannot be read: {error}; copy or download it again") from error

@@ -46,7 +46,12 @@ def seal(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest that `seal` wrote; raises CheckpointError if it is missing or malformed."""
+    """The manifest that `seal` wrote.
+
+    Raises:
+        CheckpointError: it is missing or malformed.
+        OSError: the system cannot read it.
+    """
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} is not complete: it has no {MANIFEST}")
     content = read_json(folder / MANIFEST, CheckpointError)
@@ -64,6 +69,7 @@ def check(folder: Path, contents: bool = True) -> dict[str, Any]:
 
     Raises:
         CheckpointError: a file is missing or differs; names it.
+        OSError: the system cannot read one.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest["files"].items():
@@ -101,7 +107,11 @@ def all_checkpoints(run: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest complete checkpoint, or None. Logs the newer ones that it skips."""
+    """The newest complete checkpoint, or None. Logs the newer ones that it skips.
+
+    Raises:
+        OSError: the system cannot read a newer one, which may be complete.
+    """
     for folder in reversed(all_checkpoints(run)):
         try:
             check(folder)
@@ -116,7 +126,7 @@ def rotate(run: str | Path, keep: int | None) -> None:
     """Remove the complete checkpoints except the newest `keep` ones (None, 0 or less: keep all)."""
     complete = []
     for folder in all_checkpoints(run):
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, OSError):
             check(folder, contents=False)
             complete.append(folder)
     for folder in complete[:-keep] if keep is not None and keep > 0 else []:
