@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -156,6 +157,9 @@ KINDS: dict[str, Callable[[Path, Path, bool], int]] = {
 }
 
 
+FORKING = threading.Lock()  # filelock refuses to let two threads fork at the same time
+
+
 class Forked:
     """Stands in for `subprocess.Popen` with a command of firedistill, and forks instead of starting an interpreter."""
 
@@ -169,7 +173,8 @@ class Forked:
     ):
         self.returncode: int | None = None
         sys.stdout.flush()
-        self.pid = os.fork()
+        with FORKING:
+            self.pid = os.fork()
         if self.pid == 0:
             with ended_with_status():
                 if stdout is not None:
