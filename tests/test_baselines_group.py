@@ -528,7 +528,7 @@ def test_srpo_reward_of_a_wrong_response_still_matters_to_its_siblings():
     assert_same(gradients[False], ratio * gradients[True])
 
 
-@pytest.mark.parametrize("changes", [{"clip": 0.01}, {"clip": 5.0}, {"ratio_cap": 1.0}, {"ratio_cap": 1e6}])
+@pytest.mark.parametrize("changes", [{"clip": 0.0}, {"clip": 0.01}, {"clip": 5.0}, {"ratio_cap": 1.0}, {"ratio_cap": 1e6}])
 def test_srpo_clip_and_cap_change_nothing_while_the_ratio_is_one(changes):
     plain, changed = (random_world("mixed").run(load_objective("srpo", options)) for options in ({}, changes))
     assert torch.equal(plain.loss, changed.loss) and torch.equal(plain.gradient, changed.gradient)

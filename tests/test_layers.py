@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from firedistill.models.attention import CACHE
 from firedistill.models.lora import add_lora
 from firedistill.rollout import Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
@@ -76,7 +77,7 @@ def test_a_fused_layer_computes_what_the_layer_does(family):
             for end in (10, 11, 12):
                 step = slice(end - 1, end)
                 of_step = {"attention_mask": mask[:, :end], "position_ids": positions[:, step]}
-                logits.append(model(ids[:, step], **of_step, past_key_values=read.past_key_values, use_cache=True).logits)
+                logits.append(model(ids[:, step], **of_step, **{CACHE: read[CACHE]}, use_cache=True).logits)
         return torch.cat(logits, 1)[mask.bool()]
 
     torch.testing.assert_close(states(True), states(False), rtol=1e-4, atol=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from transformers import GenerationConfig
 
 from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup, task
@@ -203,10 +203,10 @@ def test_the_adapter_that_is_given_is_recorded(config):
 
 
 def test_a_model_that_still_holds_adapter_layers_is_refused(config):
-    """The adapter of an earlier trainer, or of `add_adapter`, would be trained or left in the base."""
+    """The adapter of an earlier trainer, or of `inject_adapter_in_model` (`add_adapter`), would be trained or left in the base."""
     model, added = random_model(), random_model()
     setup = load_setup(config(), model=model, tokenizer=byte_tokenizer())
-    added.add_adapter(lora())
+    inject_adapter_in_model(lora(), added)
     for held in (model, added):
         with pytest.raises(ValueError, match="the model holds the layers of an adapter .*trainer.model.unload"):
             load_setup(config(), model=held, tokenizer=byte_tokenizer())

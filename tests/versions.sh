@@ -3,7 +3,7 @@
 #   tests/versions.sh lowest [FOLDER]      every core dependency at its lower bound
 #   tests/versions.sh highest [FOLDER]     every core dependency as new as the package index has it
 # PyTorch is the one of constraints.txt in both: its builds differ by platform, and most of them bring gigabytes of CUDA along.
-# What is run: the import, FIRE in the trainer, sampling, scoring, families of models, loading, and saving.
+# What is run: the import, FIRE in the trainer, sampling, fused layers, scoring, families of models, loading, and saving.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 which=${1:-}
@@ -36,4 +36,4 @@ python="$folder/bin/python"
     grep -iE "^($(sed -E 's/[=<>].*//' "$bounds" | paste -sd '|' | sed 's/_/[_-]/g'))==" | paste -sd ' '
 "$python" -c "import firedistill; firedistill.SelfDistillTrainer"
 "$python" -m pytest tests/test_trainer.py -k "fire and not hard"
-"$python" -m pytest tests/test_rollouts.py tests/test_teacher.py tests/test_loading.py tests/test_families.py tests/test_disk.py
+"$python" -m pytest tests/test_rollouts.py tests/test_teacher.py tests/test_loading.py tests/test_families.py tests/test_layers.py tests/test_disk.py

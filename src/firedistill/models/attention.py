@@ -19,11 +19,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from firedistill.models import kernels
 from firedistill.models.states import unwrap
 
 NAME = "firedistill"
+
+# How models call the cache of keys and values in their arguments and outputs; `transformers` 5.24 has renamed it.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 SCORES = 2**20  # of a tile at most: 4 MiB in float32
 ROWS = 64  # queries of a tile per head

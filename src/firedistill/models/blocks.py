@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from firedistill.models import kernels
+from firedistill.models.attention import CACHE
 from firedistill.models.states import is_hooked
 
 # Of `transformers`; their layers differ in biases and in norms of queries and keys only.
@@ -41,7 +41,6 @@ def attend(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: Cache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What the `forward` of the attention of one of the `FAMILIES` returns.
@@ -61,8 +60,8 @@ def attend(
         projected = torch.cat([module.q_norm(query), module.k_norm(key), value], 2)
     turned = apply(Rotation, projected, *position_embeddings, projected.shape[2] - groups)
     query, key, value = turned.transpose(1, 2).split(sizes, 1)
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
+    if (cache := kwargs.pop(CACHE, None)) is not None:
+        key, value = cache.update(key, value, module.layer_idx)
     dropout = module.attention_dropout if module.training else 0.0
     attention = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     found, _ = attention(module, query, key, value, attention_mask, scaling=module.scaling, dropout=dropout, **kwargs)

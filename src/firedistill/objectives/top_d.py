@@ -98,9 +98,11 @@ def clipped_surrogate(
     """
     ratio = (logp - old_logp.detach()).clamp(max=80.0).exp()  # an infinite ratio has a gradient of 0 * infinity where it is cut
     if ratio_cap is not None:
-        ratio = ratio.clamp(max=ratio_cap)
+        # From PyTorch 2.14 on, `clamp` has no gradient at the cap itself.
+        ratio = torch.where(ratio > ratio_cap, ratio_cap, ratio)
     advantages = advantages.detach()
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - epsilon, 1 + epsilon) * advantages)
+    clipped, free = ratio.detach().clamp(1 - epsilon, 1 + epsilon) * advantages, ratio * advantages
+    return -torch.where(clipped < free, clipped, free)
 
 
 @dataclass(frozen=True)

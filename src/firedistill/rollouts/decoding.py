@@ -17,18 +17,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation import GenerationMixin
 
-from firedistill.models.attention import kinds_of_layers, own_attention
+from firedistill.models.attention import CACHE, kinds_of_layers, own_attention
 from firedistill.rollout import Sampling
 from firedistill.rollouts.sampling import NOT_FINITE_LOGITS, choose_tokens, penalize_repetition
 
-FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+FORWARD_ARGUMENTS = {"input_ids", "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep"}
 
 
 def next_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
     """Float32 logits `[B, V]` after the tokens `ids` `[B, T]`, whose keys and values are added to the cache."""
-    output = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
-    )
+    of_cache = {CACHE: cache, "use_cache": True}
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **of_cache)
     return output.logits[:, -1].float()
 
 

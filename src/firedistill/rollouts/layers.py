@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from firedistill.models import kernels
-from firedistill.models.attention import attention, has_kernel
+from firedistill.models.attention import CACHE, attention, has_kernel
 from firedistill.models.blocks import SiluProduct, apply
 from firedistill.rollouts.fixed import FixedLayer
 
@@ -47,11 +46,11 @@ class FusedLayer(nn.Module):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         position_embeddings: tuple[Tensor, Tensor],
-        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """The states `[B, T, H]` after the layer; they overwrite those before it. Arguments as `transformers` gives them to a layer."""
-        cached = None if past_key_values is None else past_key_values.layers[self.index]
+        cache = kwargs.get(CACHE)
+        cached = None if cache is None else cache.layers[self.index]
         projected = self.to_heads(normalized(hidden_states, self.attention_norm)).unflatten(-1, (-1, self.size))
         if self.query_norm is not None and self.key_norm is not None:
             query, key, value = projected.split((self.heads, self.groups, self.groups), 2)
@@ -61,8 +60,8 @@ class FusedLayer(nn.Module):
             and attention_mask is not None
             and has_kernel(projected.transpose(1, 2)[:, : self.heads], cached.keys, cached.values, attention_mask)
         ):
-            cache = cached.keys, cached.values, cached.column
-            found = kernels.new_token_attention(projected, *position_embeddings, *cache, attention_mask, self.scaling)
+            room = cached.keys, cached.values, cached.column
+            found = kernels.new_token_attention(projected, *position_embeddings, *room, attention_mask, self.scaling)
         else:
             both, value = projected.split((self.heads + self.groups, self.groups), 2)
             if kernels.takes_heads(both):
@@ -71,8 +70,8 @@ class FusedLayer(nn.Module):
                 both = rotated(both, *position_embeddings)
             query, key = both.transpose(1, 2).split((self.heads, self.groups), 1)
             value = value.transpose(1, 2)
-            if past_key_values is not None:
-                key, value = past_key_values.update(key, value, self.index)
+            if cache is not None:
+                key, value = cache.update(key, value, self.index)
             found, _ = attention(self, query, key, value, attention_mask, self.scaling)
         hidden_states = add_product(hidden_states, found.flatten(2), self.from_heads)
         gates = self.to_gates(normalized(hidden_states, self.gate_norm))
