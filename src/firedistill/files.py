@@ -60,7 +60,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_json(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
-    """The mapping in a JSON file; raises `refusal` if there is none, and OSError if the system cannot read the file."""
+    """The mapping in a JSON file.
+
+    Raises:
+        refusal: the file is missing or holds no mapping.
+        OSError: the system cannot read the file.
+    """
     try:
         with naming(path):
             text = path.read_text(encoding="utf-8")
