@@ -25,7 +25,7 @@ from firedistill import SelfDistillTrainer
 from firedistill.files import naming, written_at_once, written_whole
 from firedistill.run import resume
 from firedistill.run.checkpoints import checkpoint_folder, newest_checkpoint, seal
-from firedistill.run.directory import finished_step
+from firedistill.run.directory import finished_step, mark_finished
 from firedistill.run.log import RunLog, read_jsonl
 from firedistill.run.signals import StopOverdue
 from firedistill.run.trackers import guard_trackers, name_in_trackers
@@ -56,25 +56,27 @@ class NewestCheckpoint(TrainerCallback):
         self.names.append(newest_checkpoint(self.run).name)
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", "weights"])
-def test_a_checkpoint_that_the_system_cannot_read_is_not_skipped(name, tmp_path, monkeypatch):
-    """It may be complete; resuming from an earlier one would remove it, and `inspect` would show another model."""
+@pytest.mark.parametrize("name", ["checkpoint.json", "weights", "finished.json"])
+def test_what_the_system_cannot_read_does_not_count_as_damaged(name, tmp_path, monkeypatch):
+    """It may be complete: resuming from an earlier checkpoint would remove a later one, and `inspect` would show another model."""
     for step in (1, 2):
         folder = checkpoint_folder(tmp_path, step)
         folder.mkdir()
         (folder / "weights").write_text(str(step))
         seal(folder, {})
-    unreadable, opened = checkpoint_folder(tmp_path, 2) / name, io.open
+    place = tmp_path if name == "finished.json" else checkpoint_folder(tmp_path, 2)
+    unreadable, opened = place / name, io.open
 
     def failing(file, *arguments, **options):
         if file == unreadable:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return opened(file, *arguments, **options)
 
-    assert newest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2)
+    mark_finished(tmp_path, 2)
+    assert newest_checkpoint(tmp_path) == checkpoint_folder(tmp_path, 2) and finished_step(tmp_path) == 2
     monkeypatch.setattr(io, "open", failing)
     with pytest.raises(OSError, match=f"Input/output error: '{unreadable}'"):
-        newest_checkpoint(tmp_path)
+        newest_checkpoint(tmp_path) if name != "finished.json" else finished_step(tmp_path)
 
 
 def test_a_checkpoint_that_does_not_fit_on_the_disk_is_tried_again(checkpoint, tmp_path, caplog):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from firedistill.files import naming
+from firedistill.files import naming, read_json
 from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
 from firedistill.models.sharding import shown_whole
@@ -246,11 +246,8 @@ def read_adapter_settings(folder: Path) -> dict[str, Any]:
             hint = f"; did you mean {inside}?" if inside is not None else " (pickled adapters are not read)"
             raise ModelError(f"{folder} is not an adapter: it has no {name}{hint}")
     file = folder / "adapter_config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    config = read_json(file, ModelError)
+    if config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} is not a LoRA adapter")
     return supported_settings(config, str(file))
 

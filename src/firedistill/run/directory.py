@@ -153,10 +153,17 @@ def mark_finished(folder: Path, step: int) -> None:
 
 
 def finished_step(folder: Path) -> int | None:
-    """The step at which the run ended, or None if it has not ended."""
+    """The step at which the run ended, or None if it has not ended.
+
+    Raises:
+        OSError: the system cannot read the record, so that a run which has ended may be there.
+    """
+    path = folder / FINISHED
     try:
-        step = json.loads((folder / FINISHED).read_text(encoding="utf-8"))["step"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        with naming(path):
+            text = path.read_text(encoding="utf-8")
+        step = json.loads(text)["step"]
+    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 
