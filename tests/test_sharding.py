@@ -194,10 +194,8 @@ def test_replicas_of_shards(checkpoint, tmp_path):
 @two_processes
 @pytest.mark.slow
 def test_a_sharded_base_in_bfloat16_gives_what_a_whole_one_gives(checkpoint, tmp_path):
-    methods, changes = (
-        ["fire", "full_context", "srpo", "warmstart"],
-        {"model_dtype": "bfloat16", "gradient_checkpointing": True},
-    )
+    methods = ["fire", "full_context", "srpo", "warmstart"]
+    changes = {"model_dtype": "bfloat16", "gradient_checkpointing": True}
     kinds = [method + how for method in methods for how in ("", ":whole")]
     launch("sharded_worker.py", json.dumps([[kind, checkpoint, str(tmp_path / kind), changes] for kind in kinds]))
     for method in methods:

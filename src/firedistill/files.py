@@ -70,7 +70,7 @@ def read_json(path: Path, refusal: type[ValueError]) -> dict[str, Any]:
         with naming(path):
             text = path.read_text(encoding="utf-8")
         values = json.loads(text)
-    except (FileNotFoundError, ValueError, RecursionError) as error:
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
         raise refusal(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise refusal(f"{path} does not hold a mapping")

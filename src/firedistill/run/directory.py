@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from firedistill.files import REPLACED, UNFINISHED, discard, naming, write_text
+from firedistill.files import REPLACED, UNFINISHED, discard, naming, read_json, write_text
 
 try:
     import fcntl
@@ -158,12 +158,9 @@ def finished_step(folder: Path) -> int | None:
     Raises:
         OSError: the system cannot read the record, so that a run which has ended may be there.
     """
-    path = folder / FINISHED
     try:
-        with naming(path):
-            text = path.read_text(encoding="utf-8")
-        step = json.loads(text)["step"]
-    except (FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError, RecursionError):
+        step = read_json(folder / FINISHED, ValueError).get("step")
+    except ValueError:
         return None
     return step if isinstance(step, int) else None
 
