@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from pathlib import Path
 
 import torch
@@ -17,6 +18,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+DEVICE = os.environ.get("FIREDISTILL_TEST_DEVICE", "cpu")
+"""Of the runs of `run_config`."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -95,7 +98,7 @@ def run_config(checkpoint: str, folder: Path, **changes) -> SelfDistillConfig:
         "save_steps": 2,
         "per_device_train_batch_size": 4,
         "gradient_checkpointing": False,
-        "use_cpu": True,
+        "use_cpu": DEVICE == "cpu",
         "disable_tqdm": True,
     }
     return SelfDistillConfig(**{**settings, **changes})
