@@ -832,17 +832,21 @@ def test_every_way_of_decoding_gives_the_same_tokens(case, device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("merged", [False, True])
 def test_decoding_follows_other_sizes_and_weights(merged, device):
-    """More rows and columns than there was room for, fewer again, and an adapter that is updated in place."""
+    """More rows and columns than there was room for, fewer again, and an adapter that is updated in place, or moves."""
     model, sampling = adapted("qwen2").double().to(device), Sampling(max_new_tokens=20)
     engines = three_ways(model, byte_tokenizer(), merge_adapter=merged)
     for prompts in (PROMPTS[:2], PROMPTS, [[5] * 250], PROMPTS[:2]):
         sampled(engines, prompts, sampling, 1)
-    first = sampled(engines, PROMPTS, sampling, 1)
+    found = [sampled(engines, PROMPTS, sampling, 1)]
+    factors = [p for name, p in model.named_parameters() if "lora_B" in name]
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.add_(0.2)
-    assert sampled(engines, PROMPTS, sampling, 1) != first
+        for p in factors:
+            p.add_(0.2)
+        found.append(sampled(engines, PROMPTS, sampling, 1))
+        for p in factors:
+            p.data = p.data + 0.2
+        found.append(sampled(engines, PROMPTS, sampling, 1))
+    assert found[0] != found[1] != found[2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
