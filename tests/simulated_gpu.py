@@ -340,5 +340,10 @@ if __name__ == "__main__":
     from firedistill.cli.main import main
 
     status = main(sys.argv[1:])
-    print(f"simulated cuda:{device.current()}: tensors of at most {device.max_memory_allocated():,} bytes", file=sys.stderr)
+    of_memory = f"simulated cuda:{device.current()}: tensors of at most {device.max_memory_allocated():,} bytes"
+    print(f"{of_memory}; the host waited {sum(WAITS.values()):,} times, most often at:", file=sys.stderr)
+    for where, times in WAITS.most_common(12):
+        print(f"{times:>8,}  {where}", file=sys.stderr)
+    for kernel, times in LAUNCHES.most_common():
+        print(f"{times:>8,}  launches of {kernel}", file=sys.stderr)
     sys.exit(status)
