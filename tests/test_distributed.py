@@ -207,14 +207,20 @@ def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
 def test_threads_of_the_process_group_end_before_the_interpreter_does(tmp_path):
     """A thread of Gloo that still releases a tensor then would abort a run that has ended."""
     (tmp_path / "command.py").write_text("""
-import os, sys
+import os, sys, time
 from firedistill.cli import main, train
 
 destroy = train.dist.destroy_process_group
 
-def tell(when):
-    names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
-    print(when, "pt_gloo_runloop" in names, flush=True)
+def has_thread():
+    return "pt_gloo_runloop" in [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+
+def tell(when, patience=0):
+    for _ in range(100 * patience):  # the system lists a thread for a moment after it has been joined
+        if not has_thread():
+            break
+        time.sleep(0.01)
+    print(when, has_thread(), flush=True)
 
 def destroyed():
     destroy()
@@ -222,7 +228,7 @@ def destroyed():
 
 train.dist.destroy_process_group = destroyed
 main.main(sys.argv[1:])
-tell("at the end:")
+tell("at the end:", patience=5)
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(tmp_path / "command.py"), "train", "lab", "--max_steps", "1", *LAB, "--output_dir", str(tmp_path / "run")]
