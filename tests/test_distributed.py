@@ -207,13 +207,20 @@ def test_processes_without_a_launcher_stop_with_a_checkpoint(orphans):
 def test_threads_of_the_process_group_end_before_the_interpreter_does(tmp_path):
     """A thread of Gloo that still releases a tensor then would abort a run that has ended."""
     (tmp_path / "command.py").write_text("""
-import os, sys, time
+import sys, time
+from pathlib import Path
 from firedistill.cli import main, train
 
 destroy = train.dist.destroy_process_group
 
+def name_of(task):
+    try:
+        return (task / "comm").read_text().strip()
+    except OSError:  # it has ended
+        return ""
+
 def has_thread():
-    return "pt_gloo_runloop" in [open(f"/proc/self/task/{task}/comm").read().strip() for task in os.listdir("/proc/self/task")]
+    return "pt_gloo_runloop" in map(name_of, Path("/proc/self/task").iterdir())
 
 def tell(when, patience=0):
     for _ in range(100 * patience):  # the system lists a thread for a moment after it has been joined

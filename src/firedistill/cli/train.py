@@ -40,9 +40,8 @@ def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[st
     status = _train(trainer_class, arguments, console, command)
     if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
         dist.destroy_process_group()
-        for _ in range(
-            2
-        ):  # the trainer refers to the group, whose threads should not outlive the interpreter; one may not suffice
+        # The trainer refers to the group, whose threads should not outlive the interpreter. One collection may not suffice.
+        for _ in range(2):
             gc.collect()
     return status
 
