@@ -6,7 +6,7 @@
 
 Tensors are on `cuda:0` and so on, and operators that mix devices fail. Operators run on the CPU (`simulated_gpu.cpp`, compiled with
 g++), Triton kernels in Triton's interpreter, CUDA graphs as lists of operators, and collectives by gloo. Times, the rounding of a GPU,
-streams that run at once, fused attention and compiled code are not simulated.
+streams that run at once and compiled code are not simulated.
 """
 
 from __future__ import annotations
@@ -95,6 +95,7 @@ def start(devices: int = 1) -> Any:
     replace_storages(device)
     count_waits(device)
     interpret_kernels(device)
+    fuse_attention(device)
     use_gloo(device)
     return device
 
@@ -319,6 +320,98 @@ def interpret_kernels(device: Any) -> None:
         return cast(self, source, to)
 
     GridExecutor.__call__, InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = launch_on_host, create_dot, cast_impl
+
+
+def fuse_attention(device: Any) -> None:
+    """Let attention store no scores where PyTorch's kernels for GPUs store none, also in a pass without values.
+
+    Flash attention takes half precision without a mask, the memory-efficient one takes heads that share no keys.
+    """
+    import torch
+
+    aten, plain = torch.ops.aten, torch.nn.functional.scaled_dot_product_attention
+
+    def as_on(place: Any, compute: Any, *inputs: Any) -> list[Any]:
+        """What the function computes on the host of inputs on this device, on the device; a capture records it."""
+
+        def write(results: Any) -> None:
+            for target, tensor in zip(found, results, strict=True):
+                device.on_host(target).copy_(tensor)
+
+        results = compute()
+        found = [torch.empty(tensor.shape, dtype=tensor.dtype, device=place) for tensor in results]
+        write(results)
+        if (graph := device.capturing()) is not None:
+            for tensor in (*inputs, *found):
+                graph.save(tensor)
+            graph.add(lambda: write(compute()))
+        return found
+
+    def forward(query: Any, key: Any, value: Any, bias: Any, is_causal: bool, scale: float | None) -> tuple[Any, Any]:
+        inputs = [query, key, value] if bias is None else [query, key, value, bias]
+        shared, on_host = query.shape[1] // key.shape[1], [device.on_host(x) for x in inputs]
+
+        def compute() -> tuple[Any, Any]:
+            queries, keys, values, *mask = on_host
+            repeated = [x.repeat_interleave(shared, 1) for x in (keys, values)]
+            found, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+                queries, *repeated, 0.0, is_causal, attn_mask=mask[0] if mask else None, scale=scale
+            )
+            return found.transpose(1, 2), sums
+
+        found, sums = as_on(query.device, compute, *inputs)
+        return found.transpose(1, 2), sums
+
+    def backward(tensors: tuple[Any, ...], is_causal: bool, scale: float | None) -> list[Any]:
+        gradient, query, key, value, found, sums = map(device.on_host, tensors)
+        shared = query.shape[1] // key.shape[1]
+
+        def compute() -> list[Any]:
+            repeated = [x.repeat_interleave(shared, 1) for x in (key, value)]
+            to_query, *others = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, query, *repeated, found, sums, 0.0, is_causal, scale=scale
+            )
+            return [to_query, *(x.unflatten(1, (-1, shared)).sum(2) for x in others)]
+
+        return as_on(tensors[0].device, compute, *tensors)
+
+    # Arguments and results are those of PyTorch's operators; those of dropout are not used.
+    def flash(query, key, value, dropout=0.0, is_causal=False, debug=False, *, scale=None):
+        unused = torch.empty(0, dtype=torch.uint64, device="cuda")
+        found = forward(query, key, value, None, is_causal, scale)
+        return *found, None, None, query.shape[2], key.shape[2], unused, unused, unused
+
+    def flash_backward(gradient, query, key, value, found, sums, a, b, c, d, dropout, is_causal, e, f, *, scale=None):
+        return tuple(backward((gradient, query, key, value, found, sums), is_causal, scale))
+
+    def efficient(query, key, value, bias, with_sums, dropout=0.0, is_causal=False, *, scale=None):
+        unused = torch.empty(0, dtype=torch.int64, device="cuda")
+        return *forward(query, key, value, bias, is_causal, scale), unused, unused
+
+    def efficient_backward(gradient, query, key, value, bias, found, sums, a, b, dropout, c, is_causal=False, *, scale=None):
+        return *backward((gradient, query, key, value, found, sums), is_causal, scale), None
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        inputs = query, key, value
+        if query.device.type == "cuda" and query.dim() == 4 and not dropout_p:
+            if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16):
+                return aten._scaled_dot_product_flash_attention(*inputs, is_causal=is_causal, scale=scale)[0]
+            differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+            if query.shape[1] == key.shape[1] and not (differentiated and attn_mask is not None):
+                if attn_mask is not None and attn_mask.dtype == torch.bool:
+                    attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+                bias = None if attn_mask is None else attn_mask.expand(*query.shape[:3], key.shape[2])
+                return aten._scaled_dot_product_efficient_attention(
+                    *inputs, bias, differentiated, is_causal=is_causal, scale=scale
+                )[0]
+        return plain(*inputs, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+    device.attention = torch.library.Library("aten", "IMPL")  # its kernels go with it
+    kernels = {"flash": (flash, flash_backward), "efficient": (efficient, efficient_backward)}
+    for name, (kernel, of_gradient) in kernels.items():
+        device.attention.impl(f"_scaled_dot_product_{name}_attention", kernel, "CUDA")
+        device.attention.impl(f"_scaled_dot_product_{name}_attention_backward", of_gradient, "CUDA")
+    torch.nn.functional.scaled_dot_product_attention = attention
 
 
 def use_gloo(device: Any) -> None:

