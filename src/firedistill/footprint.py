@@ -28,6 +28,7 @@ from firedistill.models.sharding import local
 from firedistill.models.states import inference_mode, is_sharded, last_hidden_states, unwrap
 from firedistill.objectives import Objective, load_objective
 from firedistill.ops import fire_head
+from firedistill.ops.head import CHUNK_ELEMENTS, CHUNK_ELEMENTS_GPU
 from firedistill.rollouts.fixed import BUCKET, can_fix, power_of_two
 from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.merging import can_pack, merged_bytes
@@ -38,7 +39,7 @@ from firedistill.teacher.teacher import packed_tokens
 logger = logging.getLogger(__name__)
 
 LIBRARIES = 50_000_000  # bytes of code and caches of libraries that the first step adds to a process on a CPU; measured
-BLOCKS = 12  # tensors of `BLOCK_ELEMENTS` that the head holds at the same time
+BLOCKS = 10  # float32 tensors of `BLOCK_ELEMENTS` that FIRE's head holds at the same time
 SCORES = 6  # tensors `[B, V]` in float32 that sampling holds at the same time
 
 
@@ -219,13 +220,8 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     scored = pass_memory(model, min(measured, max(1, args.tokens_per_forward // length)), length) if measured else 0
     if prepares and shares:
         scored = max(scored, teacher + step * longest * per_token)
-    config = causal_lm.config.get_text_config()
-    logits, width = sequences * args.max_new_tokens * config.vocab_size, causal_lm.dtype.itemsize
-    gpu = args.device.type == "cuda"
-    chunk = min(logits, fire_head.default_chunk(config.vocab_size, gpu) * config.vocab_size)
-    # Compiled functions on rows keep up to three float32 tensors of a chunk and its gradient.
-    rows = 4 * 4 * chunk if gpu else BLOCKS * 4 * min(logits, fire_head.BLOCK_ELEMENTS)
-    head = (4 if gpu else 3) * width * chunk + rows  # on GPUs, views are copied if their number is not a power of two
+    config, width = causal_lm.config.get_text_config(), causal_lm.dtype.itemsize
+    head = head_memory(args.device, objective, sequences * args.max_new_tokens, config.vocab_size, causal_lm.dtype)
 
     def measure() -> tuple[float, float]:
         with counted(model) as live, torch.enable_grad():
@@ -241,6 +237,24 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
     return max(peak, scored, kept + max(teacher + kept_prefixes, head))
+
+
+def head_memory(device: torch.device, objective: Objective, tokens: int, vocabulary: int, dtype: torch.dtype) -> float:
+    """Bytes of the tensors of logits that the loss of a micro-batch holds at its peak.
+
+    Args:
+        tokens: of its responses.
+        dtype: of the model.
+    """
+    gpu, logits = device.type == "cuda", tokens * vocabulary
+    if objective.logits_held:
+        return objective.logits_held * 4 * min(logits, CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS)
+    chunk = min(logits, fire_head.default_chunk(vocabulary, gpu) * vocabulary)
+    if fire_head.is_compiled(device, dtype):  # up to three float32 tensors of a chunk and its gradient
+        rows = 4 * 4 * chunk
+    else:
+        rows = BLOCKS * 4 * min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
+    return (4 if gpu else 3) * dtype.itemsize * chunk + rows  # on GPUs, views are copied if their number is not a power of two
 
 
 def block_bytes_per_token(model: PreTrainedModel) -> float:

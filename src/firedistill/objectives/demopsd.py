@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ def tempered(reference_logits: Tensor, teacher_logits: Tensor, alpha_max: float,
 @dataclass
 class DemoPSD(Objective):
     """Reverse KL to the tempered teacher, on every rollout."""
+
+    logits_held: ClassVar[int] = 17
 
     alpha_max: float = setting(0.15, "Largest share of the reference in the target.", at_least=0, at_most=1)
     beta: float = setting(

@@ -249,6 +249,7 @@ def excised_target(
 class Fire(Objective):
     """Fisher-weighted SFT on correct responses, recalibrated self-distillation on wrong ones."""
 
+    logits_held: ClassVar[int] = 0
     attribution: ClassVar[bool] = True
     projection: ClassVar[bool] = True
 
@@ -354,6 +355,8 @@ class Routing(Fire):
 @dataclass
 class HardGradientExcision(Fire):
     """Per response, the teacher without its most influential field, at every token; no gate, no projection."""
+
+    logits_held: ClassVar[int] = 15
 
     influence: Influence = setting(
         "half_l1",

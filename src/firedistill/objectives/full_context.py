@@ -12,6 +12,7 @@ part of FIRE does with and without routing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from firedistill.rollout import Rollout
 @dataclass
 class FullContext(Objective):
     """`KL(p || q_c)` on every rollout. The radius is reported, and applied by the projection only."""
+
+    logits_held: ClassVar[int] = 0
 
     attribution: bool = setting(
         False, "Add FIRE's leave-one-field-out attribution, on correct responses too. Not in the paper."

@@ -54,6 +54,7 @@ class NegativeAdvantage(Objective):
     """Suppress the least likely sampled tokens of every response."""
 
     uses_teacher: ClassVar[bool] = False
+    logits_held: ClassVar[int] = 6
 
     share: float = setting(
         0.2, "Share of a response's tokens, those with the lowest log-probability, that are trained.", above=0, at_most=1

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -103,6 +103,8 @@ class Prepared:
 @dataclass
 class SRPO(Objective):
     """Group-relative policy gradient on correct responses, entropy-weighted reverse KL on wrong ones."""
+
+    logits_held: ClassVar[int] = 13
 
     group_size: int = setting(4, "Responses sampled per prompt.")
     beta: float = setting(1.0, "Entropy coefficient of the token weights.", at_least=0, below=math.inf)

@@ -17,6 +17,7 @@ class Supervised(Objective):
     """Token mean of the negative log-likelihood of every response; no teacher. For `firedistill warmstart` only."""
 
     uses_teacher: ClassVar[bool] = False
+    logits_held: ClassVar[int] = 6
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         token_ids = batch.token_ids()

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -82,6 +83,8 @@ class Prepared:
 @dataclass
 class TrOPD(Objective):
     """Sampled-token reward where trusted, top-k forward KL elsewhere, and guided responses."""
+
+    logits_held: ClassVar[int] = 10
 
     group_size: int = setting(4, "Ordinary responses per prompt; one guided response comes on top.")
     beta: float = setting(1e-3, "Guidance coefficient: weight of the teacher's prefix.", at_least=0, below=math.inf)

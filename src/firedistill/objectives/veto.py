@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ def veto_target(student_logits: Tensor, teacher_logits: Tensor, beta: float) -> 
 class Veto(Objective):
     """Forward KL to the product of experts, on every rollout."""
 
+    logits_held: ClassVar[int] = 15
     beta_start: float = setting(0.8, "The student's exponent in the target at the first step.", at_least=0, below=math.inf)
     beta_end: float = setting(0.0, "The same at the last step; linear in between.", at_least=0, below=math.inf)
 
