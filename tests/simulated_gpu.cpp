@@ -232,7 +232,6 @@ class Host {
 struct Graph {
   std::vector<std::function<void()>> operations;
   std::vector<std::pair<at::Tensor, std::string>> before;  // what the capture writes to, and the bytes that were there
-  int64_t replays = 0;
 
   void save(const at::Tensor& host) {
     for (auto& [tensor, bytes] : before)
@@ -440,7 +439,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<>())
       .def("begin", [](Graph& graph) { capturing = &graph; })
       .def("end", [](Graph& graph) { graph.restore(); capturing = nullptr; })
-      .def("reset", [](Graph& graph) { graph.operations.clear(); })
       .def("save", &Graph::save)
       .def("add", [](Graph& graph, py::function function) {
         auto* kept = new py::function(std::move(function));
@@ -448,10 +446,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       })
       .def("replay", [](Graph& graph) {
         at::NoGradGuard no_gradients;
-        graph.replays++;
         for (auto& operation : graph.operations) operation();
-      })
-      .def_readonly("replays", &Graph::replays);
+      });
   module.def("capturing", [] { return capturing; }, py::return_value_policy::reference);
   module.def("on_wait", [](const py::object& function) { on_wait = new py::object(function); });
   module.def("on_host", [](const at::Tensor& tensor) { return Host().tensor(tensor); });

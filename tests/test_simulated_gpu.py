@@ -29,7 +29,12 @@ def ended(*command: object) -> str:
     """The output of a command of Python that must succeed."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *map(str, command)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
