@@ -44,7 +44,7 @@ from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.tasks.types import Example, FeedbackField
 from tiny import DEVICE, ToyTask, random_model, run_config, run_trainer, save_checkpoint
 
-SHAPES, FIELDS = {"prompt": 256, "response": 64, "feedback": 128, "context": 576, "batch": 2}, 2
+SHAPES = {"prompt": 256, "response": 64, "feedback": 128, "context": 576, "batch": 2, "fields": 2}
 
 
 def test_live_bytes_count_what_is_referenced():
@@ -209,6 +209,28 @@ def test_the_teacher_reads_as_many_sequences_as_tokens_allow(device, shares, rea
     assert passes == [(read, 200)]
 
 
+@pytest.mark.parametrize(
+    ("changes", "read"),
+    [
+        ({}, 1 + 16),
+        ({"attribution_views": None}, 100),
+        ({"attribution_views": 3}, 1 + 3),
+        ({"method": "no_attribution"}, 2),
+        ({"method": "full_context"}, 2),
+        ({"method": "full_context", "method_settings": {"attribution": True}}, 1 + 16),
+        ({"method": "veto", "gradient_accumulation_steps": 3}, 2),
+        ({"method": "top_d", "gradient_accumulation_steps": 3}, 4 * 3 * 2),
+    ],
+)
+def test_a_small_batch_has_few_views(changes, read, tmp_path, passes):
+    """Of all responses of the step where the method prepares them."""
+    settings = (
+        SCORED | {"score_tokens_per_forward": 20_000, "per_device_train_batch_size": 1, "share_prefixes": False} | changes
+    )
+    training_memory(run_config("unused", tmp_path, **settings), add_lora(random_model()), checkpointing=False)
+    assert passes[0] == (read, 200)
+
+
 def test_a_sequence_longer_than_a_pass_is_read_alone(tmp_path, passes):
     args = run_config("unused", tmp_path, **SCORED | {"score_tokens_per_forward": 64}, share_prefixes=False, policy_kl_every=1)
     training_memory(args, add_lora(random_model()), checkpointing=False)
@@ -282,7 +304,7 @@ class Saturating(AllEqual):
         return [Example(f"toy/{split}/{i}", self.question, "even") for i in range(SHAPES["batch"])]
 
     def feedback(self, example, response, verdict):
-        return tuple(FeedbackField(f"field_{i}", "because " * SHAPES["feedback"]) for i in range(FIELDS))
+        return tuple(FeedbackField(f"field_{i}", "because " * SHAPES["feedback"]) for i in range(SHAPES["fields"]))
 
 
 def model_of(name: str):
@@ -321,7 +343,7 @@ def main(name: str, checkpointing: str = "kept", method: str = "fire") -> dict[s
             max_new_tokens=SHAPES["response"],
             max_feedback_tokens=SHAPES["feedback"],
             max_context_tokens=SHAPES["context"],
-            score_tokens_per_forward=SHAPES["context"] * SHAPES["batch"] * FIELDS if DEVICE == "cuda" else None,
+            score_tokens_per_forward=SHAPES["context"] * SHAPES["batch"] * SHAPES["fields"] if DEVICE == "cuda" else None,
             gradient_checkpointing=checkpointing == "recompute",
             method=method,
             log_rollouts=False,

@@ -7,6 +7,7 @@ counted, and nothing is computed. What the head, the cache and the optimizer tak
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -212,9 +213,10 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     per_token = cache_bytes_per_token(causal_lm.config.get_text_config(), causal_lm.dtype)
     shares = shares_prefixes(args.share_prefixes, model, args.device)
     together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
-    teacher = pass_memory(model, max(1, together // longest), longest)  # of sequences of all views
     kept_prefixes = sequences * longest * per_token if shares else 0
     step, prepares = sequences * args.gradient_accumulation_steps, type(objective).prepare is not Objective.prepare
+    views = (step if prepares else sequences) * views_per_response(args, objective)
+    teacher = pass_memory(model, int(min(views, max(1, together // longest))), longest)
     measured = step if prepares or args.policy_kl_every or args.policy_step_radius else 0
     measured = max(measured, args.eval_size * args.eval_samples)
     scored = pass_memory(model, min(measured, max(1, args.tokens_per_forward // length)), length) if measured else 0
@@ -237,6 +239,12 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
     return max(peak, scored, kept + max(teacher + kept_prefixes, head))
+
+
+def views_per_response(args: SelfDistillConfig, objective: Objective) -> float:
+    """How many views of a response the teacher reads, at most. Methods without attribution read at most two."""
+    attributes = getattr(objective, "attribution", type(objective).views is not Objective.views)
+    return 1 + (args.attribution_views or math.inf) if attributes else 2
 
 
 def head_memory(device: torch.device, objective: Objective, tokens: int, vocabulary: int, dtype: torch.dtype) -> float:
