@@ -23,6 +23,8 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from firedistill import SelfDistillTrainer, footprint
 from firedistill.footprint import (
     BLOCKS,
+    COMPARED,
+    MEASURED,
     SCORES,
     LiveBytes,
     counted,
@@ -31,6 +33,7 @@ from firedistill.footprint import (
     over_layers,
     pass_memory,
     sampling_memory,
+    scoring_memory,
     training_memory,
 )
 from firedistill.models.attention import multiplies_bfloat16
@@ -255,6 +258,16 @@ def test_what_scores_a_whole_step_is_counted(changes, scored, tmp_path, passes):
     args = run_config("unused", tmp_path, **SCORED, **settings)
     training_memory(args, add_lora(random_model()), checkpointing=False)
     assert passes[1:] == scored
+
+
+def test_comparing_policies_holds_more_logits_than_measuring_one(tmp_path, passes):
+    model, fire = add_lora(random_model()), load_objective("fire", {})
+    settings = SCORED | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "eval_size": 5}
+    found = [
+        scoring_memory(run_config("unused", tmp_path, **settings | changes), model, fire)
+        for changes in ({}, {"policy_kl_every": 1}, {"eval_samples": 2})
+    ]
+    assert found == [0, COMPARED * 4 * 6 * 40 * 263, MEASURED * 4 * 10 * 40 * 263]
 
 
 def test_methods_that_prepare_keep_the_prefixes_of_the_whole_step(tmp_path, monkeypatch):

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 LIBRARIES = 50_000_000  # bytes of code and caches of libraries that the first step adds to a process on a CPU; measured
 BLOCKS = 10  # float32 tensors of `BLOCK_ELEMENTS` that FIRE's head holds at the same time
+# Float32 tensors `[C, V]` that are held at the same time: for log-probabilities and entropies, and to compare two policies
+MEASURED, COMPARED = 5, 12
 SCORES = 6  # tensors `[B, V]` in float32 that sampling holds at the same time
 
 
@@ -207,22 +209,15 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     Or of what is scored before and after them: the responses of the step, or samples of an evaluation, without activations.
     """
     causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
+    config, width = causal_lm.config.get_text_config(), causal_lm.dtype.itemsize
     sequences = args.per_device_train_batch_size * objective.responses_per_prompt
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
-    per_token = cache_bytes_per_token(causal_lm.config.get_text_config(), causal_lm.dtype)
+    step = sequences * args.gradient_accumulation_steps if prepares(objective) else sequences
     shares = shares_prefixes(args.share_prefixes, model, args.device)
     together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
-    kept_prefixes = sequences * longest * per_token if shares else 0
-    step, prepares = sequences * args.gradient_accumulation_steps, type(objective).prepare is not Objective.prepare
-    views = (step if prepares else sequences) * views_per_response(args, objective)
-    teacher = pass_memory(model, int(min(views, max(1, together // longest))), longest)
-    measured = step if prepares or args.policy_kl_every or args.policy_step_radius else 0
-    measured = max(measured, args.eval_size * args.eval_samples)
-    scored = pass_memory(model, min(measured, max(1, args.tokens_per_forward // length)), length) if measured else 0
-    if prepares and shares:
-        scored = max(scored, teacher + step * longest * per_token)
-    config, width = causal_lm.config.get_text_config(), causal_lm.dtype.itemsize
+    prefix = longest * cache_bytes_per_token(config, causal_lm.dtype) if shares else 0
+    teacher = pass_memory(model, int(min(step * views_per_response(args, objective), max(1, together // longest))), longest)
     head = head_memory(args.device, objective, sequences * args.max_new_tokens, config.vocab_size, causal_lm.dtype)
 
     def measure() -> tuple[float, float]:
@@ -238,7 +233,25 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     roughly = config.num_hidden_layers * (of_input if checkpointing else of_block)
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
-    return max(peak, scored, kept + max(teacher + kept_prefixes, head))
+    scored = scoring_memory(args, model, objective)
+    return max(peak, scored, teacher + step * prefix, kept + max(teacher + sequences * prefix, head))
+
+
+def scoring_memory(args: SelfDistillConfig, model: PeftModel, objective: Objective) -> float:
+    """Bytes at the peak of scoring given responses without activations: those of the step, or the samples of an evaluation."""
+    config, compares = unwrap(model).config.get_text_config(), bool(args.policy_kl_every or args.policy_step_radius)
+    step = args.per_device_train_batch_size * objective.responses_per_prompt * args.gradient_accumulation_steps
+    responses = max(step if prepares(objective) or compares else 0, args.eval_size * args.eval_samples)
+    if not responses:
+        return 0
+    length = min(args.max_prompt_tokens + args.max_new_tokens, args.max_context_tokens)
+    logits = chunk_memory(args.device, COMPARED if compares else MEASURED, responses * args.max_new_tokens * config.vocab_size)
+    return max(logits, pass_memory(model, min(responses, max(1, args.tokens_per_forward // length)), length))
+
+
+def prepares(objective: Objective) -> bool:
+    """Whether the method computes over all responses of a step before the first micro-batch."""
+    return type(objective).prepare is not Objective.prepare
 
 
 def views_per_response(args: SelfDistillConfig, objective: Objective) -> float:
@@ -256,13 +269,18 @@ def head_memory(device: torch.device, objective: Objective, tokens: int, vocabul
     """
     gpu, logits = device.type == "cuda", tokens * vocabulary
     if objective.logits_held:
-        return objective.logits_held * 4 * min(logits, CHUNK_ELEMENTS_GPU if gpu else CHUNK_ELEMENTS)
+        return chunk_memory(device, objective.logits_held, logits)
     chunk = min(logits, fire_head.default_chunk(vocabulary, gpu) * vocabulary)
     if fire_head.is_compiled(device, dtype):  # up to three float32 tensors of a chunk and its gradient
         rows = 4 * 4 * chunk
     else:
         rows = BLOCKS * 4 * min(logits, fire_head.BLOCK_ELEMENTS_GPU if gpu else fire_head.BLOCK_ELEMENTS)
     return (4 if gpu else 3) * dtype.itemsize * chunk + rows  # on GPUs, views are copied if their number is not a power of two
+
+
+def chunk_memory(device: torch.device, tensors: int, logits: int) -> float:
+    """Bytes of so many float32 tensors of a chunk of `ops.head`, or of all logits if they are fewer."""
+    return tensors * 4 * min(logits, CHUNK_ELEMENTS_GPU if device.type == "cuda" else CHUNK_ELEMENTS)
 
 
 def block_bytes_per_token(model: PreTrainedModel) -> float:
