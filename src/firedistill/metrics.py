@@ -15,8 +15,8 @@ from torch import Tensor
 class Metrics:
     """Means, maxima, totals and seconds, by the name of their column in `metrics.jsonl`.
 
-    Every stage of a step returns its own; `merge` joins them. Tensors stay on their device until `on_host` or `row`, so that no stage
-    waits for the device. Sums are added in the order in which the values came, however they are grouped into stages.
+    Every stage of a step returns its own; `merge` joins them. Tensors stay on their device until `on_host` or `row`, so that adding a
+    value does not wait for it. Sums are added in the order in which the values came, however they are grouped into stages.
     """
 
     def __init__(self) -> None:

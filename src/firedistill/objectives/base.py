@@ -52,7 +52,7 @@ class Objective:
     name: ClassVar[str] = "objective"
     uses_teacher: ClassVar[bool] = True
     reads_feedback: ClassVar[bool] = True  # the teacher sees the task's fields, and not hints of the method's own
-    logits_held: ClassVar[int] = 8  # float32 tensors `[C, V]` that the loss of a chunk holds at most; 0 with `ops.fire_head`
+    logits_held: ClassVar[int] = 8  # float32 tensors `[C, V]` that a loss holds with a bfloat16 model; 0 if by `ops.fire_head`
 
     group_size: int = setting(1, "Responses sampled per prompt.", at_least=1)
 
