@@ -213,11 +213,13 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     sequences = args.per_device_train_batch_size * objective.responses_per_prompt
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
-    step = sequences * args.gradient_accumulation_steps if prepares(objective) else sequences
+    # Responses whose views may share a pass
+    together = sequences * args.gradient_accumulation_steps if prepares(objective) else sequences
     shares = shares_prefixes(args.share_prefixes, model, args.device)
-    together = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
+    tokens = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
     prefix = longest * cache_bytes_per_token(config, causal_lm.dtype) if shares else 0
-    teacher = pass_memory(model, int(min(step * views_per_response(args, objective), max(1, together // longest))), longest)
+    views = together * views_per_response(args, objective)
+    teacher = pass_memory(model, int(min(views, max(1, tokens // longest))), longest)
     head = head_memory(args.device, objective, sequences * args.max_new_tokens, config.vocab_size, causal_lm.dtype)
 
     def measure() -> tuple[float, float]:
@@ -234,7 +236,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
     scored = scoring_memory(args, model, objective)
-    return max(peak, scored, teacher + step * prefix, kept + max(teacher + sequences * prefix, head))
+    return max(peak, scored, teacher + together * prefix, kept + max(teacher + sequences * prefix, head))
 
 
 def scoring_memory(args: SelfDistillConfig, model: PeftModel, objective: Objective) -> float:
@@ -255,7 +257,7 @@ def prepares(objective: Objective) -> bool:
 
 
 def views_per_response(args: SelfDistillConfig, objective: Objective) -> float:
-    """How many views of a response the teacher reads, at most. Methods without attribution read at most two."""
+    """How many views of a response the teacher reads, at most; two where a method neither attributes nor overrides `views`."""
     attributes = getattr(objective, "attribution", type(objective).views is not Objective.views)
     return 1 + (args.attribution_views or math.inf) if attributes else 2
 
