@@ -429,6 +429,7 @@ def test_the_head_is_measured_as_in_training(monkeypatch, tmp_path):
 
     monkeypatch.setattr(ops.fire_head, "COMPILED_DEVICES", {"cpu"})
     monkeypatch.setattr(ops.fire_head, "COMPILER", "eager")
+    monkeypatch.setattr(ops.fire_head, "has_bfloat16", lambda device: True)
     monkeypatch.setattr(fire_head, "first_pass", noted)
     rows = [row for row in record_of("head", tmp_path)["rows"] if row["case"]["over"] == 0.5]
     assert set(seen) == {(kernels.FLOOR, "cpu"), (kernels.FLOOR,)} and len(set(seen.values())) == 1
