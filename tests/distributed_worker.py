@@ -13,6 +13,9 @@ import torch
 from transformers import TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
+from firedistill.models import LORA_TARGET_MODULES
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora
 from firedistill.rollout import Response
 from firedistill.warmstart import WarmStartConfig, WarmStartTrainer
 from tiny import ToyTask, adapter_weights
@@ -90,14 +93,22 @@ def worker_config(
 
 
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
-    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`), one that is stopped and resumed,
-    or one with different data (`fire:apart`)."""
+    """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`) and an adapter of the head as well
+    (`fire:head`), one that is stopped and resumed, one with different data (`fire:apart`), or a model with an adapter that every
+    process has drawn itself (`fire:drawn`). Writes the weights of student and teacher."""
     method, _, how = kind.partition(":")
     settings = {"learning_rate": 0.3, "max_new_tokens": 9, "per_device_train_batch_size": batch}
-    settings["eval_samples"] = 2 if method == "fire" and how != "scripted" else 0
+    settings["eval_samples"] = 2 if method == "fire" and how not in ("scripted", "head") else 0
+    if how == "head":
+        settings["lora_target_modules"] = [*LORA_TARGET_MODULES, "lm_head"]
     trainer_class, config = worker_config(method, checkpoint, folder, **settings)
-    trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else UnpicklableTask())
-    if how == "scripted":
+    own = {}
+    if how == "drawn":
+        model, own["processing_class"] = load_model_and_tokenizer(checkpoint, dtype="float32")
+        torch.manual_seed(config.process_index)
+        own["model"] = add_lora(model)
+    trainer = trainer_class(args=config, task=OwnExamples() if how == "apart" else UnpicklableTask(), **own)
+    if how in ("scripted", "head"):
         trainer.rollout_engine = ScriptedEngine()
     if how == "stopped":
         trainer.add_callback(StopLast())
@@ -107,7 +118,8 @@ def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
         )
         trainer = trainer_class(args=config, task=UnpicklableTask())
     trainer.train()
-    torch.save(adapter_weights(trainer), Path(folder) / f"rank{config.process_index}.pt")
+    teacher = {f"teacher.{name}": value for name, value in trainer.teacher.weights.shadow.items()}
+    torch.save(adapter_weights(trainer) | teacher, Path(folder) / f"rank{config.process_index}.pt")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ pytestmark = [
 ]
 # Rollouts are scripted where one process must have the same ones as two; sampled ones depend on the process.
 COMPARED = ["warmstart", "fire:scripted", "on_policy_sft:scripted", "srpo:scripted", "scope:scripted", "top_d:scripted"]
-COMPARED += ["sdpg:scripted", "rlcsd:scripted"]
-SAMPLED = ["fire", "tropd"]
+COMPARED += ["sdpg:scripted", "rlcsd:scripted", "fire:head", "on_policy_sft:head"]
+SAMPLED = ["fire", "tropd", "fire:drawn"]
 # A signal to one of the processes stops them after the second step; they are started again.
 STOPPED = ["fire:stopped", "tropd:stopped"]
 
@@ -151,7 +151,7 @@ def torchrun(
     run: Path, output, *arguments: str, steps=12, nodes=("--standalone", "--nproc_per_node=2"), before=(), **variables: str
 ) -> subprocess.Popen:
     """Two processes of `firedistill train lab`, or those of one node, as a user starts them."""
-    command = [*before, sys.executable, "-P", "-m", "torch.distributed.run", *nodes, "-m", "firedistill.cli"]
+    command = [*before, sys.executable, "-P", "-m", "torch.distributed.run", *nodes, "-m", "firedistill"]
     command += ["train", "lab", "--output_dir", str(run), "--preflight", "skip", "--max_steps", str(steps), *LAB]
     command += arguments
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}

@@ -49,7 +49,7 @@ from firedistill.memory import (
 )
 from firedistill.metrics import Metrics, over_processes, synchronize
 from firedistill.models.lora import trained_parameters
-from firedistill.models.sharding import gather, lockstep, wait_for_processes
+from firedistill.models.sharding import copy_from_first_process, gather, lockstep, wait_for_processes
 from firedistill.models.states import last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
@@ -212,6 +212,9 @@ class SelfDistillTrainer(ResumableTrainer):
         name = "score_tokens_per_forward of the measured policy"
         self.policy_limit = scoring_limit(args.tokens_per_forward, name, adjustable=adjustable)
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
+        copy_from_first_process(
+            self.trained, args.device
+        )  # a script may draw them in each process; DDP does the same, but later
         self.teacher = self.setup.teacher(self.limits["scoring"])
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
         check_head(self.model, self.head)
@@ -462,6 +465,7 @@ class SelfDistillTrainer(ResumableTrainer):
         if record.before_step is not None:
             with self.beside_training():
                 record.metrics.merge([record.before_step.metrics()])
+                record.before_step = None  # and its hidden states
                 wait_for_processes(self.model)
         total = time.perf_counter() - record.started
         metrics = record.metrics.merge([self.teacher.take_metrics()])

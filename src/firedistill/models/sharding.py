@@ -7,7 +7,7 @@ the whole model. Sampling and the teacher's views make as many as the responses 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast, gather_object
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
@@ -135,6 +135,17 @@ def gather(model: nn.Module, values: list[Value]) -> list[Value]:
     """The values of all processes, after their forward passes through `model`."""
     wait_for_processes(model)
     return gather_object(values)
+
+
+@torch.no_grad()
+def copy_from_first_process(parameters: Iterable[Tensor], device: torch.device) -> None:
+    """Give these parameters the values of the first process, in all processes.
+
+    Args:
+        device: where the backend of the process group communicates.
+    """
+    for parameter in parameters:
+        parameter.copy_(broadcast(parameter.to(device)))
 
 
 def reshard(model: nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -93,9 +92,16 @@ def forward_batches(lengths: Sequence[int], max_tokens: int | None) -> list[rang
 
 def last_hidden_states(model: nn.Module, input_ids: Tensor) -> Tensor:
     """`[B, T, H]` states after the final norm, before the head; goes through the model's distributed wrapper if it has one."""
-    forward, inner = partial(trunk_states, unwrap(model), use_cache=False), getattr(model, "module", None)
+    causal_lm, inner = unwrap(model), getattr(model, "module", None)
     if not isinstance(inner, nn.Module):
-        return forward(input_ids=input_ids)
+        return trunk_states(causal_lm, input_ids=input_ids, use_cache=False)
+
+    def forward(input_ids: Tensor) -> Tensor:
+        states = trunk_states(causal_lm, input_ids=input_ids, use_cache=False)
+        # The wrapper takes parameters that its result does not depend on for unused, and a trained head comes after it.
+        head = [p for p in causal_lm.get_output_embeddings().parameters() if p.requires_grad]
+        return states + 0.0 * sum(p.sum() for p in head).to(states.dtype) if head else states
+
     original, inner.forward = inner.forward, forward  # a wrapper (DDP) synchronizes gradients if it is called itself
     try:
         return model(input_ids=input_ids)
