@@ -230,7 +230,7 @@ def test_modules_in_the_working_folder_are_not_imported(trap, tmp_path_factory, 
             script,
         ]
     else:
-        command = [sys.executable, "-m", "firedistill.cli"]
+        command = [sys.executable, "-m", "firedistill"]
     done = subprocess.run([*command, "train", "lab", "--help"], cwd=trap, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "RECIPE is a YAML file" in done.stdout, done.stderr
     assert not (trap / "harm").exists()

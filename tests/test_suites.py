@@ -1263,7 +1263,7 @@ def test_a_real_run_killed_on_the_way_ends_like_one_that_was_not(tmp_path, monke
     suite = SuiteFolder(folder)
     plan = suite.widen(make_plan(str(tmp_path / "suite.yaml")))
     (run,) = plan.runs
-    assert run_command(suite, run, None) == [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run, None)]
+    assert run_command(suite, run, None) == [sys.executable, "-P", "-m", "firedistill", *run_arguments(suite, run, None)]
     process = forked(Runner(suite, plan, plan.runs).work)
     metrics = suite.run_folder(run) / "metrics.jsonl"
     wait_for(lambda: len(read_jsonl(metrics)) >= 4, seconds=180)

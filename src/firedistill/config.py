@@ -10,7 +10,7 @@ import os
 import re
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -855,12 +855,12 @@ UNSUPPORTED_OPTIMIZERS = {
 DERIVED = frozenset({
     "accelerator_config", "activation_checkpointing", "activation_checkpointing_kwargs", "dataloader_pin_memory", "debug",
     "disable_tqdm", "do_eval", "eval_on_start", "eval_strategy", "fsdp_config", "gradient_checkpointing_kwargs", "local_rank",
-    "logging_dir", "logging_steps", "logging_strategy", "lr_scheduler_kwargs", "remove_unused_columns",
+    "logging_dir", "logging_steps", "logging_strategy", "remove_unused_columns",
     "resume_from_checkpoint", "run_name",
 })
 WITHOUT_EFFECT = DERIVED | {
     "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_prefetch_factor", "ddp_backend",
-    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout", "do_predict", "do_train",
+    "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_timeout",
     "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "log_level", "log_level_replica",
     "log_on_each_node", "logging_first_step", "logging_nan_inf_filter", "skip_memory_metrics", "trackio_bucket_id",
     "trackio_space_id", "trackio_static_space_id", "use_cpu",
@@ -893,3 +893,7 @@ def without_effect(name: str) -> str:
 def effect(name: str) -> Effect:
     """What the option of this name affects; "result" for a name that is unknown."""
     return "none" if name in WITHOUT_EFFECT else _DECLARED.get(name, "result")
+
+
+def default_of(option: Field) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()

@@ -49,10 +49,6 @@ class Part:
     seconds: float
     alone: bool = False
 
-    def shortened(self) -> Part:
-        """The part at tiny sizes."""
-        return replace(self, seconds=1.0)
-
 
 class Skipped(Exception):
     """A part cannot be measured on this machine; the message says why."""

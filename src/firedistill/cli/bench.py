@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -115,7 +116,7 @@ def gpu_command(arguments: Sequence[str], console: Console) -> int:
         def say(line: str) -> None:
             console.print(visible(line), soft_wrap=True)
 
-        wanted = [part.shortened() for part in gpu.PARTS] if options.tiny else gpu.PARTS
+        wanted = [replace(part, seconds=1.0) for part in gpu.PARTS] if options.tiny else gpu.PARTS
         missing = parts.run_parts(wanted, setting.folder, options.budget, gpu.measure, (setting,), options.names, say)
         if missing:
             seconds, longest = (of(part.seconds for part in missing) for of in (sum, max))

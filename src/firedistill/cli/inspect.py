@@ -15,7 +15,7 @@ from torch import Tensor
 from firedistill.attribution import Inspection, Inspector, save_attribution
 from firedistill.cli.arguments import config_class_of, config_of, parse, refuse_unread, wants_help
 from firedistill.coerce import built_in_names
-from firedistill.config import SelfDistillConfig
+from firedistill.config import SelfDistillConfig, default_of
 from firedistill.evaluation import answer_examples, evaluate_all
 from firedistill.files import read_json
 from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit, scoring_limit
@@ -23,7 +23,7 @@ from firedistill.models.sharding import lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
 from firedistill.prompts import View, shown_prompt, teacher_messages
-from firedistill.recipes import default_of, option_groups, read_recipe
+from firedistill.recipes import option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of

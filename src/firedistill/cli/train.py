@@ -14,10 +14,10 @@ from rich.console import Console
 
 from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.coerce import built_in_names
-from firedistill.config import UNUSED, SelfDistillConfig
+from firedistill.config import UNUSED, SelfDistillConfig, default_of
 from firedistill.imports import METHODS, TASKS, package, plugins
 from firedistill.objectives import objective_class, registered_objectives
-from firedistill.recipes import default_of, option_groups, read_recipe
+from firedistill.recipes import option_groups, read_recipe
 from firedistill.run.console import before_and_after, correct_rate_trend
 from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
 from firedistill.run.identity import refuse_another_run

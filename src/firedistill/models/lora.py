@@ -124,12 +124,13 @@ def read_factors(file: Path, expected: Mapping[str, Sequence[int]]) -> dict[str,
     return factors
 
 
-def factor_shapes(model: PeftModel) -> dict[str, Sequence[int]]:
-    """Shapes of the tensors that `save_pretrained` writes for the active adapter, by their names in the file."""
-    saved = get_peft_model_state_dict(
-        model, trained_parameters(model), adapter_name=model.active_adapters[0], save_embedding_layers=False
-    )
-    return {name: tensor.shape for name, tensor in saved.items()}
+def adapter_state(model: PeftModel) -> dict[str, Tensor]:
+    """The adapter's tensors by the names in `adapter_model.safetensors`, as `save_pretrained` writes them.
+
+    peft would gather the weights of a base model that is spread over processes, which all of them must do together.
+    """
+    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
 def scaling_changes(model: PeftModel, folder: Path) -> dict[str, str]:

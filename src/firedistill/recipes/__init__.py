@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -159,7 +159,3 @@ def option_groups(kind: type[SelfDistillConfig]) -> dict[str, list[Field]]:
     for option in sorted((f for f in fields(kind) if f.metadata.get("group")), key=lambda f: names.index(f.name)):
         groups.setdefault(option.metadata["group"], []).append(option)
     return groups
-
-
-def default_of(option: Field) -> Any:
-    return option.default if option.default_factory is MISSING else option.default_factory()

@@ -80,9 +80,10 @@ class Group:
         """Percentages after the last step, one per finished run."""
         return [100 * value for run in self.runs if math.isfinite(value := run.final(key))]
 
-    def initials(self) -> list[float]:
-        """Percentages before the first step, one per finished run that was evaluated then."""
-        return [100 * value for run in self.finished if math.isfinite(value := run.initial)]
+    def initial(self) -> float | None:
+        """Percentage before the first step, the mean over the finished runs that were evaluated then; None without one."""
+        values = [100 * value for run in self.finished if math.isfinite(value := run.initial)]
+        return sum(values) / len(values) if values else None
 
     def gain(self) -> float | None:
         """Percentage points since step 0, the mean over the runs that were evaluated before and after; None without one."""

@@ -186,8 +186,8 @@ def dots(setting: Setting) -> dict[str, Any] | None:
     traces: list[dict[str, Any]] = []
     for place, (final, number) in enumerate(sorted(finals, key=lambda pair: pair[0].mean)):
         group = setting.groups[number]
-        if first := group.initials():
-            traces.append(small("before", number, [sum(first) / len(first)], place, f"{group.label}, before training"))
+        if (before := group.initial()) is not None:
+            traces.append(small("before", number, [before], place, f"{group.label}, before training"))
         if sampled := estimate(group, "sampled_accuracy"):
             traces.append(dot(number, sampled, place - 0.3, f"{group.label}, sampled answers", "diamond-open"))
         traces.append(dot(number, final, place, f"{group.label}, greedy answers", "circle"))

@@ -116,7 +116,6 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
         d for d in differences_from(setting, best, "greedy", notes) if d.label in labels and d.problems >= paired.ENOUGH
     ]
     known = {best.label, *(difference.label for difference in compared)}
-    before = best.initials()
     return Verdict(
         setting,
         candidates,
@@ -125,7 +124,7 @@ def verdict_of(setting: Setting, notes: list[str]) -> Verdict:
         ties=[group.label for group in first],
         final=finals[id(best)],
         sampled=estimate(best, "sampled_accuracy"),
-        first=sum(before) / len(before) if before else None,
+        first=best.initial(),
         gain=best.gain(),
         level=sorted((d for d in compared if not d.told_apart), key=lambda d: -d.mean),
         behind=sorted((d for d in compared if d.told_apart and d.mean < 0), key=lambda d: -d.mean),

@@ -206,12 +206,9 @@ class HFRolloutEngine:
 
 
 def causal_lm_for_decoding(model: PreTrainedModel | PeftModel) -> PreTrainedModel | None:
-    """The model to run `decode` on: itself, or what an adapter of the LoRA kind sits in; None if `generate` has to do it."""
-    if isinstance(model, PeftModel):
-        if model.active_peft_config.is_prompt_learning or model.active_peft_config.is_adaption_prompt:
-            return None
-        model = cast(PreTrainedModel, model.get_base_model())
-    return model if can_decode(model) else None
+    """The model to run `decode` on: itself, or what its adapter sits in; None if `generate` has to do it."""
+    causal_lm = unwrap(model)
+    return causal_lm if can_decode(causal_lm) else None
 
 
 @contextmanager

@@ -18,11 +18,11 @@ import psutil
 import torch
 from peft import PeftModel
 from peft.tuners import lora
-from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from firedistill.models.lora import adapter_state
 from firedistill.models.states import unwrap
 from firedistill.rollouts.merging import mergeable_layers, merged_weight
 from firedistill.rollouts.padding import HeadPadding
@@ -74,15 +74,6 @@ def version_of(model: PeftModel) -> str:
     for name, tensor in sorted(adapter_state(model).items()):
         total.update(name.encode() + bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
     return total.hexdigest()[:24]
-
-
-def adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    """The adapter's tensors by the names in `adapter_model.safetensors`.
-
-    peft would gather the weights of a base model that is spread over processes, which all of them must do together.
-    """
-    own = {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
-    return get_peft_model_state_dict(model, state_dict=own, save_embedding_layers=False)
 
 
 def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:

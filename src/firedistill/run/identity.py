@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.coerce import read_yaml
-from firedistill.config import OPEN, SelfDistillConfig, effect
+from firedistill.config import OPEN, SelfDistillConfig, default_of, effect
 from firedistill.models.sharding import reshard, whole
 from firedistill.run.checkpoints import CheckpointError, all_checkpoints, check, newest_checkpoint
 from firedistill.run.directory import finished_step, is_run
@@ -133,7 +133,7 @@ def part(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _defaults(config: SelfDistillConfig) -> dict[str, Any]:
-    return to_plain({f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)})
+    return to_plain({f.name: default_of(f) for f in fields(config)})
 
 
 def refuse_differences(

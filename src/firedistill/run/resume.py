@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput
 from firedistill.config import SelfDistillConfig
 from firedistill.files import UNFINISHED, written_whole
 from firedistill.models.errors import ModelError
-from firedistill.models.lora import FACTORS, factor_shapes, read_factors, scaling_changes, trained_parameters
+from firedistill.models.lora import FACTORS, adapter_state, read_factors, scaling_changes, trained_parameters
 from firedistill.models.sharding import lockstep
 from firedistill.run import checkpoints, identity
 from firedistill.run.checkpoints import CheckpointError
@@ -544,7 +544,7 @@ def refuse_another_scale(model: PeftModel, folder: Path, allowed: Sequence[str])
 def load_adapter_weights(model: PeftModel, folder: Path) -> None:
     """Load the stored adapter weights in place; raises CheckpointError if they are missing, damaged, or of another adapter."""
     try:
-        factors = read_factors(folder / FACTORS, factor_shapes(model))
+        factors = read_factors(folder / FACTORS, {name: tensor.shape for name, tensor in adapter_state(model).items()})
     except ModelError as error:
         raise CheckpointError(str(error)) from error
     set_peft_model_state_dict(model, factors, adapter_name=model.active_adapters[0])

@@ -257,7 +257,7 @@ def run_arguments(suite: SuiteFolder, run: PlannedRun, checkpoint: Path | None) 
 
 
 def run_command(suite: SuiteFolder, run: PlannedRun, checkpoint: Path | None) -> list[str]:
-    return [sys.executable, "-P", "-m", "firedistill.cli", *run_arguments(suite, run, checkpoint)]
+    return [sys.executable, "-P", "-m", "firedistill", *run_arguments(suite, run, checkpoint)]
 
 
 @dataclass
