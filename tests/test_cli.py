@@ -492,6 +492,13 @@ def test_recipes_that_cannot_be_read(text, complaint, tmp_path):
     assert "mine.yaml" in str(caught.value)
 
 
+def test_the_settings_of_a_run_that_cannot_be_read_are_named_by_their_file(tmp_path):
+    for text in ("- model", "model: ["):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(OptionError, match=f"^{tmp_path}/config.yaml (is not valid YAML|must hold a mapping)"):
+            build_config(SelfDistillConfig, str(tmp_path), {})
+
+
 @pytest.mark.parametrize("name", built_in_names("recipes"))
 def test_every_built_in_recipe_is_valid(name):
     kind = WarmStartConfig if "warmstart" in name else SelfDistillConfig

@@ -667,7 +667,7 @@ def test_arrays_are_lists():
 def test_decimals_of_parquet_are_numbers(tmp_path):
     rows = [{"question": f"q{n}", "answer": Decimal(n) / 4} for n in range(5)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "my.parquet")
-    assert [e.answer for e in both(load_task(str(tmp_path / "my.parquet")))] == ["0", "1/4", "1/2", "3/4", "1"]
+    assert [e.answer for e in both(load_task(str(tmp_path / "my.parquet")))] == ["0", "0.25", "0.5", "0.75", "1"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the extra [math]")
@@ -869,6 +869,20 @@ def test_the_data_command_shows_rows_and_finds_faults(tmp_path, monkeypatch, cap
     judged = {item["response"]: item["verdict"] for item in report["rows"][1]["judged"]}
     assert judged["#### 2"] == "right" and judged["#### 3"] == judged[""] == "wrong"
     assert judged["#### 2 or 3"] == "wrong (right answer, wrong form)"
+    write_jsonl(tmp_path / "prices.jsonl", [{"question": f"q{n}", "answer": n + 0.5} for n in range(20)])
+    assert main(["data", "prices.jsonl", "--rows", "1", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert (row["answer"], row["wrong"]) == ("1.5", "#### 11.5") and "`1.5`" in row["teacher"] and "3/2" not in row["teacher"]
+    write_jsonl(tmp_path / "empty.jsonl", [dict(row, hint="") for row in ROWS])
+    assert main(["data", "empty.jsonl", "--columns", "question=question", "--feedback", "hint={hint}"]) == 2
+    assert "warning: feedback: field 'hint' is left out in 16 of 16 training rows" in capsys.readouterr().out
+    noisy = [{"question": f"q{n}", "answer": 0.1 * n} for n in range(20)]
+    write_jsonl(tmp_path / "noisy.jsonl", noisy)
+    assert main(["data", "noisy.jsonl"]) == 2
+    assert "of 16 look like rounding errors" in capsys.readouterr().out
+    (tmp_path / "pipe.csv").write_text("question|answer\na|1\n")
+    assert main(["data", "pipe.csv"]) == 2
+    assert "Separate the cells of a row by commas, semicolons or tabs; '|' is not read." in capsys.readouterr().err
     write_jsonl(tmp_path / "my.jsonl", [*ROWS, {"question": "?", "answer": ""}])
     assert main(["data", "my.jsonl"]) == 2
     assert "row 21: column 'answer' is empty -> fill it in" in capsys.readouterr().out
@@ -949,7 +963,7 @@ def test_a_verifier_is_a_function():
     def length(row, response, verdict):
         return f"{len(response)} characters, {row['hint']}"
 
-    @task(ROWS, feedback={"length": length, "parser": "", "blank": lambda row, response, verdict: ""})
+    @task(ROWS, feedback={"length": length, "parser": "", "blank": lambda row, response, verdict: " \n"})
     def even(row, response):
         return len(response) % 2 == 0 if response != "?" else "perhaps"
 

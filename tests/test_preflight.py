@@ -127,6 +127,20 @@ def test_without_golds_the_verifier_judges_other_responses(verify, complaint, mo
     assert "fix verify: it must work for any response" in text
 
 
+class Silent(ToyTask):
+    """Its feedback has no field."""
+
+    def feedback(self, example, response, verdict):
+        return ()
+
+
+def test_a_teacher_without_feedback_is_named(model, tmp_path):
+    text = "feedback: none of 16 examples has a field: the teacher sees no feedback"
+    examples = Silent().examples("train", 30)
+    assert text in only(found(model, tmp_path, Silent(), examples), "warning")
+    assert found(model, tmp_path, Silent(), examples, method="on_policy_sft")["warning"] == []
+
+
 def test_some_examples_without_golds_may_have_no_verdict(model, tmp_path):
     examples = [Example(f"x/{n}", f"Line {n}", "even" if n else "", solution="ab" if n else None) for n in range(16)]
     texts = found(model, tmp_path, Strict(1, error=True), examples, held_out=[])

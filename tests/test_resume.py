@@ -795,6 +795,8 @@ def test_the_command_line_resumes_by_itself_and_refuses_another_run(copy, whole,
 def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy, whole, capsys):
     for folder in copy.glob("checkpoint-*"):
         shutil.rmtree(folder)
+    assert firedistill(["train", str(copy), "--method_settings.group", "2"]) == 2
+    assert "has no setting 'group'" in capsys.readouterr().err
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
     assert "already holds a run with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
     (copy / "finished.json").unlink()

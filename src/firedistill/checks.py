@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import statistics
 import time
@@ -285,6 +286,11 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         if wrong:
             text = f"{share_of(wrong, checked, examples)} golds are judged wrong by the task's own verifier: {named(wrong)}"
             yield Finding(level_of(wrong, checked), subject, text, "correct the answers or verify, or remove these rows")
+        if noisy := [
+            example for example in examples if task.answer_type == "numeric" and is_rounding_error(str(example.answer))
+        ]:
+            text = f"{len(noisy)} of {len(examples)} look like rounding errors: {named(noisy)} ({noisy[0].answer})"
+            yield Finding("warning", subject, text, "round the column: no other number is right")
         if right and not failed and not wrong:
             yield Finding("note", subject, f"{share_of(right, checked, examples)} are judged right by the task's verifier")
         if not (right or failed or wrong):
@@ -294,6 +300,13 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
             fix = "make verify faster: every response waits for its verdict"
             yield Finding("warning", subject, f"a verdict took {slowest:.1f} s", fix)
         yield from stopped(subject, "verify", checked, sample)
+
+
+def is_rounding_error(answer: str) -> bool:
+    """Whether a decimal number is that of a float which arithmetic has left beside a short one, such as 0.30000000000000004."""
+    if not re.fullmatch(r"-?\d+\.\d{10,}", answer) or len(answer.strip("-0.")) < 15:
+        return False
+    return len(f"{float(answer):.12g}".strip("-")) <= 10
 
 
 def level_of(bad: Sequence[object], checked: Sequence[object]) -> Level:
@@ -322,7 +335,7 @@ def check_feedback(setup: Setup) -> Iterator[Finding]:
         return "", why[0] if len(why) == len(found) else ""
 
     checked = in_time(sample, reasons)
-    judge = cast(GuardedTask, setup.task).judge_file
+    judge, objective = cast(GuardedTask, setup.task).judge_file, load_objective(setup.args.method, setup.args.method_settings)
     unjudged = [(example, why) for example, (_, why) in checked if why and not gold_responses(setup, example)]
     if unjudged and not (judge is not None and judge.decides):
         examples = [example for example, _ in unjudged]
@@ -346,7 +359,18 @@ def check_feedback(setup: Setup) -> Iterator[Finding]:
             f"it fails for {len(failed)} of {len(checked)} examples: {failed[0]}",
             "fix feedback: it must work for any response, including an empty one",
         )
+    elif checked and not names and not unjudged and judge is None and reads_feedback(setup.args, objective):
+        text = f"none of {len(checked)} examples has a field: the teacher sees no feedback"
+        yield Finding("warning", "feedback", text, "let feedback return fields, or use a method without a teacher")
     yield from stopped("feedback", "feedback", checked, sample)
+    examples = setup.train_examples
+    for name in getattr(task.task, "templates", ()):  # those of a `TableTask`
+        filled = sum(any(given.name == name for given in example.feedback) for example in examples)
+        text = f"field {name!r} is left out in {len(examples) - filled:,} of {len(examples):,} training rows, where a column is empty"
+        if not filled:
+            yield Finding("warning", "feedback", text, "name columns that have values, or leave the field out")
+        elif filled < len(examples):
+            yield Finding("note", "feedback", text)
 
 
 def check_judge(setup: Setup) -> Iterator[Finding]:

@@ -123,7 +123,9 @@ class SelfDistillConfig(TrainingArguments):
         "verdict, or both.",
         effect="place",
     )
-    train_size: int | None = training_setting(None, "Problems in the training pool; by default the whole split.", above=0)
+    train_size: int | None = training_setting(
+        None, "Problems in the training pool; by default the whole split.", above=0, below=2**63
+    )
 
     # --- Your own data
     columns: dict[str, str] = data_setting(

@@ -20,6 +20,7 @@ from firedistill.prompts import student_messages, teacher_messages
 from firedistill.recipes import option_groups
 from firedistill.setup import Setup, held_out
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
+from firedistill.tasks.answers.numbers import count_normalized
 from firedistill.tasks.judge import Opinion, load_judge
 from firedistill.tasks.judged import JudgedTask, guarded_task
 from firedistill.tasks.table import Template
@@ -141,12 +142,6 @@ def inspect_data(config: SelfDistillConfig, count: int) -> DataReport:
     setup = cast(Setup, SimpleNamespace(args=config, task=guarded, train_examples=train, eval_examples=evaluation))
     for finding in (found for check in (check_examples, check_golds, check_feedback) for found in check(setup)):
         (report.notes if finding.level == "note" else report.problems).append(str(finding).removeprefix("note: "))
-    if isinstance(task, TableTask):
-        for name in task.templates:
-            filled = sum(any(given.name == name for given in example.feedback) for example in train)
-            if filled < len(train):
-                text = f"field {name!r} is left out in {len(train) - filled:,} of {len(train):,} training rows, where a column is empty"
-                (report.notes if filled else report.problems).append(text)
     first = sorted(train, key=place) if isinstance(task, TableTask) else train
     report.rows = [shown(guarded, example) for example in first[:count]]
     report.problems += [
@@ -230,6 +225,8 @@ def another(example: Example) -> str:
         return next(label for label in example.labels if label != gold)
     if re.fullmatch(r"-?\d{1,1000}", gold):
         return str(int(gold) + 1)
+    if count_normalized(gold):
+        return re.sub("^-?", r"\g<0>1", gold)  # 5.7 -> 15.7
     return f"{gold} not" if gold else "something"
 
 

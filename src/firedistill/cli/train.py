@@ -16,7 +16,7 @@ from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.coerce import built_in_names
 from firedistill.config import UNUSED, SelfDistillConfig, default_of
 from firedistill.imports import METHODS, TASKS, package, plugins
-from firedistill.objectives import objective_class, registered_objectives
+from firedistill.objectives import load_objective, objective_class, registered_objectives
 from firedistill.recipes import option_groups, read_recipe
 from firedistill.run.console import before_and_after, correct_rate_trend
 from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
@@ -64,6 +64,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     refuse_other_files(folder)
     # From before the model is loaded, so that a second command fails at once.
     with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
+        load_objective(config.method, config.method_settings)  # a wrong setting is an error of its own, and no other run
         if wanted is None:
             refuse_another_run(folder, config)
         console.print(

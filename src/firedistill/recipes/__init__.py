@@ -106,11 +106,11 @@ def read_recipe(name: str) -> dict[str, Any]:
     try:
         values = read_yaml(source)
     except ValueError as error:
-        raise OptionError(f"{name} is not valid YAML: {error}") from error
+        raise OptionError(f"{source} is not valid YAML: {error}") from error
     if values is None:
         raise OptionError(f"{source} is empty; expected options and their values, such as task: gsm8k")
     if not isinstance(values, dict):
-        raise OptionError(f"{name} must hold a mapping of option names to values, not {type(values).__name__}")
+        raise OptionError(f"{source} must hold a mapping of option names to values, not {type(values).__name__}")
     return values
 
 

@@ -168,7 +168,8 @@ def csv_rows(path: Path, delimiter: str | None) -> Rows:
                     numbers.append(start)
                 start = reader.line_num + 1
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}, after row {start - 1}: not text in UTF-8; save the file in UTF-8") from error
+            byte = f"byte {error.object[error.start]:#04x}"
+            raise DataError(f"{path}: not text in UTF-8 ({byte}); save the file in UTF-8") from error
         except csv.Error as error:
             fix = "a quotation mark that is not closed or stands inside of a cell? Write it twice there"
             raise DataError(f"{path}, row {start}: {error}; {fix}") from error

@@ -475,6 +475,8 @@ class TableTask(Task):
         if required:
             close = difflib.get_close_matches(role, columns, n=1)
             hint = f" Did you mean --columns {role}={close[0]}?" if close else ""
+            if len(columns) == 1 and "|" in columns[0]:
+                hint = " Separate the cells of a row by commas, semicolons or tabs; '|' is not read."
             raise DataError(
                 f"{where}: no column is known to hold the {role} ({', '.join(ROLES[role])}): name it by --columns {role}=COLUMN.{hint} "
                 f"The columns are: {', '.join(columns)}"
@@ -928,10 +930,10 @@ class TableTask(Task):
         fields = {found.name: found for found in structured_feedback(self, example, response, verdict)}
         texts = {**{found.name: found.text for found in example.feedback}, **given}
         for name in self.fields:
-            if texts.get(name) in (None, ""):
+            if (text := texts.get(name)) is None or (isinstance(text, str) and not text.strip()):
                 fields.pop(name, None)
             else:
-                fields[name] = FeedbackField(name, texts[name])
+                fields[name] = FeedbackField(name, text)
         return tuple(fields.values())
 
 

@@ -26,10 +26,12 @@ def numeric_gold(text: str) -> str:
 
     >>> numeric_gold("1,200"), numeric_gold("7 (apples)"), numeric_gold("30 (girls); 15 (boys)"), numeric_gold("11:45 p.m.")
     ('1200', '7', '30; 15', '11:45 pm')
+    >>> numeric_gold("$2.50"), numeric_gold("10/4"), numeric_gold("2.5 (kg); 7 (kg)")
+    ('2.5', '5/2', '2.5; 7')
     """
     content = clean(to_ascii(text))
     values = stated_values(content)
-    return _normalized_text(content) if values is None else _joined(values)
+    return _normalized_text(content) if values is None else _joined(values, content)
 
 
 def numeric_equal(answer: str | None, gold: str) -> bool:
@@ -38,7 +40,15 @@ def numeric_equal(answer: str | None, gold: str) -> bool:
     >>> numeric_equal("1/2", "0.50"), numeric_equal("6; 2", "2; 6"), numeric_equal(None, "42")
     (True, False, False)
     """
-    return isinstance(answer, str) and answer != "" and (answer == gold or answer == numeric_gold(gold))
+    return isinstance(answer, str) and answer != "" and (answer == gold or _exact(answer) == _exact(numeric_gold(gold)))
+
+
+def _exact(normalized: str) -> str | list[Fraction]:
+    """The values of normalized numbers; text stays as it is."""
+    try:
+        return [Fraction(value) for value in normalized.split("; ")] if count_normalized(normalized) else normalized
+    except (ValueError, ZeroDivisionError):  # too many digits for any answer; 1/0
+        return normalized
 
 
 def read_numeric(response: str, gold: str) -> Answer:
@@ -89,7 +99,7 @@ def count_numbers(text: str) -> int:
 # Answer lines
 
 _MARKER = re.compile(r"(?<!#)####(?!#)")
-_CANONICAL = re.compile(r"-?[0-9]{1,5000}+(?:/[0-9]{1,5000}+)?+")
+_CANONICAL = re.compile(r"-?[0-9]{1,5000}+(?:[/.][0-9]{1,5000}+)?+")
 _DAYTIME = re.compile(r"(?<![A-Za-z])([ap])\. ?m(?![A-Za-z])\.?")
 _SPACED_JOINER = re.compile(r"(?<=[0-9]) ?([:-]) ?(?=[0-9])")
 
@@ -127,7 +137,7 @@ def _read_line(content: str, count: int) -> Answer:
         values = separated if separated is not None and len(separated) == count else values
     if values is None:
         return Answer(text or None, False)
-    return Answer(_joined(values), len(values) == count)
+    return Answer(_joined(values, content), len(values) == count)
 
 
 def _normalized_text(cleaned: str) -> str:
@@ -135,8 +145,18 @@ def _normalized_text(cleaned: str) -> str:
     return _SPACED_JOINER.sub(r"\1", _DAYTIME.sub(r"\1m", cleaned.lower())).strip(" .,;:!?'\"$=")
 
 
-def _joined(values: Sequence[Fraction | None]) -> str:
-    return "; ".join(map(str, values))
+def _joined(values: Sequence[Fraction | None], content: str) -> str:
+    """The normalized form of the values in a text: fractions where it has a slash, and otherwise decimals."""
+    return "; ".join(str(value) if value is None or "/" in content else _decimal_form(value) for value in values)
+
+
+def _decimal_form(value: Fraction) -> str:
+    """As a decimal number if it has at most `MAX_DIGITS` decimals, otherwise as a fraction."""
+    places = next((n for n in range(MAX_DIGITS + 1) if 10**n % value.denominator == 0), 0)
+    if places == 0:
+        return str(value)
+    digits = f"{abs(value.numerator) * 10**places // value.denominator:0{places + 1}d}"
+    return f"{'-' * (value < 0)}{digits[:-places]}.{digits[-places:]}"
 
 
 # From text to numbers
@@ -412,7 +432,7 @@ def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fract
 def _last_number(line: str) -> str | None:
     """The last number of a cleaned line, normalized."""
     numbers = _numbers_in(line)
-    return str(numbers[-1]) if numbers and numbers[-1] is not None else None
+    return _joined(numbers[-1:], line) if numbers and numbers[-1] is not None else None
 
 
 # Lenient reading
@@ -436,14 +456,16 @@ def _lenient_values(response: str, gold: str) -> Iterator[str | None]:
                 yield normalized
         return
     for statement in statements:
-        yield from _first_and_last(_numbers_in(statement), count)
+        yield from _first_and_last(statement, count)
     for line in reversed(plain.split("\n")):
-        numbers = _numbers_in(clean(line)) if line else []
-        if numbers:
-            yield _first_and_last(numbers, count)[1]
+        cleaned = clean(line)
+        if _numbers_in(cleaned):
+            yield _first_and_last(cleaned, count)[1]
             return
 
 
-def _first_and_last(numbers: Sequence[Fraction | None], count: int) -> list[str | None]:
-    """The first and the last `count` numbers, each normalized."""
-    return [_joined(end) if len(end) == count and None not in end else None for end in (numbers[:count], numbers[-count:])]
+def _first_and_last(cleaned: str, count: int) -> list[str | None]:
+    """The first and the last `count` numbers of a line, each normalized."""
+    numbers = _numbers_in(cleaned)
+    ends = (numbers[:count], numbers[-count:])
+    return [_joined(end, cleaned) if len(end) == count and None not in end else None for end in ends]
