@@ -251,7 +251,9 @@ def test_a_folder_that_is_not_a_run_keeps_its_files(tmp_path, name, capsys):
     (tmp_path / name).mkdir()
     for arguments in ([], ["--overwrite"]):
         assert cli(lab(tmp_path, *arguments)) == 2
-        assert f"is not a run directory, and a run would replace its {name}" in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"is not a run directory, and a run would replace its {name}" in told
+        assert ("restore its metrics.jsonl" in told) is name.startswith("checkpoint")
     with pytest.raises(RunDirectoryError, match="is not a run directory"):
         remove_run(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [name]

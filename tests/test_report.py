@@ -276,6 +276,14 @@ def test_unfinished_runs_are_in_the_report_but_not_in_the_tables(runs):
     assert row["Accuracy at step 0 (%)"] == "50.00 ± 0.00" and row["Gradient norm, maximum"] == "0.5"
 
 
+def test_a_run_that_lacks_rows_is_named(tmp_path):
+    log = write_run(tmp_path / "a") / "metrics.jsonl"
+    rows = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([rows[0], *rows[3:]]))
+    (note,) = read_study([tmp_path / "a"]).notes
+    assert note == f"a, metrics.jsonl: rows of {len(rows) - 2} of {len(rows)} steps; curves, means and totals lack the others."
+
+
 def test_a_run_without_its_last_evaluation_is_said_to_lack_it(tmp_path):
     evaluations = (write_run(tmp_path / "a") / "evals.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a" / "evals.jsonl").write_text(evaluations[0])
@@ -654,7 +662,7 @@ NO_ROWS = {  # lines among those of a good log, and what the report says of them
     '{"step": 11, "entropy": {}}': "1 value left out: entropy is not a number",
     '{"step": 10, "grad_norm": 0.5}': "1 row left out: a later one has the same step",
     '{"step": 0, "grad_norm": 0.5}': "the rows are not in the order of their steps",
-    '{"step": 1000000000, "grad_norm": 0.5}': "",
+    '{"step": 1000000000, "grad_norm": 0.5}': "rows of 11 of 1000000000 steps; curves, means and totals lack the others",
     '{"step": 11, "grad_norm": 1e308, "entropy": 5e-324, "generated_tokens": -1e308, "correct_rate": 1e999}': "",
     '{"step": 11, "grad_norm": ' + "9" * 400 + "}": "1 value left out: grad_norm is not a number",
 }

@@ -224,6 +224,16 @@ def test_an_interrupted_join_loses_and_repeats_nothing(tmp_path, monkeypatch):
     assert list(rows_by_file(tmp_path)) == ["step_000001-000100.parquet"]
 
 
+def test_rows_that_were_lost_before_a_resumption_are_named(tmp_path, caplog):
+    log = RunLog(tmp_path)
+    for step in (1, 2, 3):
+        log.metrics({"step": step})
+    RunLog(tmp_path).start(3)
+    assert caplog.text == ""
+    RunLog(tmp_path).start(5)
+    assert f"{tmp_path / 'metrics.jsonl'} has rows of 3 of the 5 steps before" in caplog.text
+
+
 def test_files_that_cannot_be_joined_stay(tmp_path, caplog):
     log = filled(tmp_path, range(1, 100))
     (tmp_path / "rollouts" / "step_000007.parquet").write_text("junk")

@@ -246,5 +246,9 @@ def read_run(folder: Path, name: str | None = None, variant: str | None = None) 
         raise ValueError(f"{config} must hold a mapping of settings, not {type(settings).__name__}")
     notes: list[str] = []
     metrics = read_log(folder / "metrics.jsonl", METRICS, notes)
+    if 0 < len(metrics) < metrics.last_step:
+        notes.append(
+            f"metrics.jsonl: rows of {len(metrics)} of {metrics.last_step} steps; curves, means and totals lack the others"
+        )
     evaluations = read_log(folder / "evals.jsonl", EVALUATIONS, notes)
     return Run(folder, name or folder.resolve().name, settings, metrics, evaluations, variant, notes)

@@ -110,8 +110,9 @@ def refuse_other_files(folder: Path) -> None:
     checkpoints = sorted(path.name for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name))
     found = [name for name in RUN_FILES if os.path.lexists(folder / name)] + checkpoints
     if found and not is_run(folder):
+        fix = ", or restore its metrics.jsonl (an empty file resumes without the rows)" if checkpoints else ""
         raise RunDirectoryError(
-            f"{folder} is not a run directory, and a run would replace its {', '.join(found)}; name another --output_dir"
+            f"{folder} is not a run directory, and a run would replace its {', '.join(found)}; name another --output_dir{fix}"
         )
 
 

@@ -71,6 +71,11 @@ class RunLog:
         for name in self.waiting:
             last = step - 1 if name == "evals.jsonl" and not evaluated else step
             kept = [row for row in read_jsonl(self.folder / name) if 0 <= row["step"] <= last] if step else []
+            if name == "metrics.jsonl" and len(kept) < step:
+                file = self.folder / name
+                logger.warning(
+                    "%s has rows of %d of the %d steps before: reports and curves lack the others", file, len(kept), step
+                )
             write_text(self.folder / name, "".join(map(json_line, kept)))
         folder = self.folder / "rollouts"
         for path in folder.glob(f"{UNFINISHED}*"):
