@@ -163,8 +163,9 @@ def test_adapters_that_vllm_cannot_run_are_refused(folder):
         ({"use_dora": True}, "DoRA"),
         ({"bias": "lora_only"}, "a bias"),
         ({"modules_to_save": ["norm"]}, "modules_to_save"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "tied to the embeddings"),
     ]:
-        adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], **options))
+        adapted = get_peft_model(base, LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **options}))
         with pytest.raises(AdapterError, match=f"{named}.*use --rollouts hf"):
             check_adapter(adapted)
         base = adapted.unload()

@@ -62,6 +62,9 @@ def check_adapter(model: PeftModel, sharded: bool = False) -> None:
             "every process of --rollouts vllm holds a whole base model, which fsdp_size spreads because it does not fit: use servers "
             "(--rollouts http://host:port) or --rollouts hf"
         )
+    base = unwrap(model)
+    if isinstance(base.get_output_embeddings(), lora.LoraLayer) and base.config.get_text_config().tie_word_embeddings:
+        wrong.append("factors of an output projection that is tied to the embeddings")
     if wrong:
         raise AdapterError(
             f"rollouts by vLLM support plain LoRA on unquantized linear layers, this adapter has {', '.join(wrong)}; use --rollouts hf"
