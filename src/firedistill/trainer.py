@@ -212,9 +212,8 @@ class SelfDistillTrainer(ResumableTrainer):
         name = "score_tokens_per_forward of the measured policy"
         self.policy_limit = scoring_limit(args.tokens_per_forward, name, adjustable=adjustable)
         self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, args, self.limits)
-        copy_from_first_process(
-            self.trained, args.device
-        )  # a script may draw them in each process; DDP does the same, but later
+        # Each process of a script may have drawn its own factors. DDP copies them, too, but after the teacher has been made.
+        copy_from_first_process(self.trained, args.device)
         self.teacher = self.setup.teacher(self.limits["scoring"])
         self.head = Head.of(unwrap(self.model), temperature=args.score_temperature)
         check_head(self.model, self.head)
