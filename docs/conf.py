@@ -51,8 +51,8 @@ PICTURE = re.compile(  # an image per colour scheme, as a code host shows it
 
 def options_page() -> str:
     """All options of a run by group, from their declarations."""
-    from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig
-    from firedistill.recipes import default_of, option_groups
+    from firedistill.config import UNUSED, SelfDistillConfig, WarmStartConfig, default_of
+    from firedistill.recipes import option_groups
 
     lines = [
         "# Options",
