@@ -244,6 +244,44 @@ tell("at the end:", patience=5)
     assert told == ["at the end: False"] * 2 + ["while the trainer exists: True"] * 2, done.stdout + done.stderr
 
 
+def test_a_thread_that_frees_a_tensor_does_not_hold_up_the_end_of_the_process_group(tmp_path):
+    """A thread of Gloo then holds the lock of the group and waits for Python's, which the end of the group must not hold."""
+    (tmp_path / "command.py").write_text("""
+import faulthandler, threading, time
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from firedistill.cli.train import end_process_group
+
+freeing = threading.Event()
+
+class SlowToFree(torch.Tensor):
+    def __del__(self):
+        freeing.set()
+        time.sleep(1)
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(2, 2))
+model.itself = [model]  # a cycle: freed by the garbage collector only
+del model
+if dist.get_rank() == 0:
+    time.sleep(1)  # so that the other process no longer refers to its tensor when the thread has gathered it
+    dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+else:
+    value = torch.ones(1).as_subclass(SlowToFree)
+    work = dist.all_gather([torch.zeros(1), torch.zeros(1)], value, async_op=True)
+    del work, value
+    assert freeing.wait(60)
+faulthandler.dump_traceback_later(60, exit=True)
+end_process_group()
+print("ended", flush=True)
+""")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command += [str(tmp_path / "command.py")]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["ended"] * 2, done.stderr
+
+
 # ---- Other launchers ---------------------------------------------------------------------------------------------------------
 
 

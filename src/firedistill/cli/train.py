@@ -39,11 +39,21 @@ def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[st
     """Run `train` or `warmstart` and end the process group; returns the exit status."""
     status = _train(trainer_class, arguments, console, command)
     if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
-        dist.destroy_process_group()
-        # The trainer refers to the group, whose threads should not outlive the interpreter. One collection may not suffice.
-        for _ in range(2):
-            gc.collect()
+        end_process_group()
     return status
+
+
+def end_process_group() -> None:
+    """Destroy the process group, and end its threads, which should not outlive the interpreter.
+
+    A thread of Gloo that frees a tensor waits for Python's lock. DDP's reducer would end the threads without releasing that lock;
+    the reference here is the last one, and releases it.
+    """
+    group = dist.group.WORLD
+    dist.destroy_process_group()
+    for _ in range(2):  # the trainer refers to the group; one collection may not suffice
+        gc.collect()
+    del group
 
 
 def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], console: Console, command: str) -> int:
