@@ -100,8 +100,12 @@ class Killer:
         self.folder, self.given, self.kind, self.tell = folder, given, kind, tell
         self.draw, self.outcome = random.Random(f"{kind} {seed}"), Outcome(kind, seed)
         self.whole, started = self.prepared("whole"), time.perf_counter()
-        if wait(self.start(self.whole), PATIENCE) != 0:
-            raise RuntimeError(f"the untouched run of {kind} failed: {end_of_log(self.whole)}")
+        process = self.start(self.whole)
+        if status := wait(process, PATIENCE):
+            raise RuntimeError(f"the untouched run of {kind} ended with status {status}: {end_of_log(self.whole)}")
+        if status is None:
+            end(members([process.pid]))
+            raise RuntimeError(f"the untouched run of {kind} hangs: {end_of_log(self.whole)}")
         self.seconds = time.perf_counter() - started
         self.operations = int(beside(self.whole, "operations").read_text())
         tell(f"{kind}: an untouched run takes {self.seconds:.1f} s and {self.operations} file operations")
