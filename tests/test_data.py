@@ -39,8 +39,8 @@ from firedistill.tasks.code import CodeTask
 from firedistill.tasks.coroutines import Loop
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from firedistill.tasks.kinds import MathTask, expression, read_gold
-from firedistill.tasks.reading import holds_json, open_rows, rows_of
-from firedistill.tasks.table import SAMPLE
+from firedistill.tasks.reading import needs_conversion, open_rows, rows_of
+from firedistill.tasks.table import SAMPLE, without_array
 from firedistill.teacher import Teacher
 from tiny import ToyTask, byte_tokenizer, random_model, run_trainer, save_checkpoint
 
@@ -158,7 +158,7 @@ def test_dictionaries_that_differ_between_rows_stay_dictionaries(tmp_path):
     file = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = datasets.load_dataset("json", data_files=file, split="train", cache_dir=str(tmp_path / "cache"))
     data.to_parquet(str(tmp_path / "rows.parquet"))
-    if not any(map(holds_json, (field.type for field in data.features.arrow_schema))):
+    if not any(map(needs_conversion, (field.type for field in data.features.arrow_schema))):
         pytest.skip("this version of datasets has no columns of JSON")
     for found in (rows_of(data, "data"), open_rows(tmp_path / "rows.parquet"), open_rows(Path(file))):
         assert [dict(row) for row in found] == rows
@@ -171,6 +171,9 @@ def test_a_folder_has_splits(tmp_path, caplog):
     assert [len(found.examples(split)) for split in ("train", "eval", "validation", "test")] == [10, 3, 3, 7]
     assert "held-out problems are the split 'validation'" in caplog.text
     assert len(load_task(str(tmp_path), eval_data="test").examples("eval")) == 7
+    others = load_task({"train": ROWS, "holdout": ROWS[:2]})
+    assert len(others.examples("train")) + len(others.examples("eval")) == len(ROWS)
+    assert "held-out problems are a fifth of the split 'train', not of holdout (--eval_data names another)" in others.guesses
     other = write_jsonl(tmp_path / "other.jsonl", ROWS[:2])
     assert len(load_task(str(tmp_path / "train.jsonl"), eval_data=other).examples("eval")) == 2
     assert len(load_task(str(tmp_path / "train.jsonl"), eval_data=other).examples("train")) == 10
@@ -504,6 +507,20 @@ def test_golds_may_be_letters_and_texts_where_none_could_be_both():
     assert [e.answer for e in both(load_task([*rows, {**unclear, "choices": ["A", "B"]}]))] == ["C", "A", "B", "B"]
 
 
+def test_golds_may_repeat_the_letter_and_differ_in_case_only():
+    rows = [{"question": f"q{n}", "choices": ["A. Paris", "B. Rome"], "answer": n} for n in ("A. Paris", "B)", "(B) Rome", "A")]
+    assert [e.answer for e in both(load_task(rows))] == ["A", "B", "B", "A"]
+    with pytest.raises(DataError, match="row 5: column 'answer' is none of the options"):
+        load_task([*rows, {**rows[0], "question": "?", "answer": "B. Paris"}]).check()
+    rows = [{"question": f"q{n}", "choices": ["AA", "Aa", "aa"], "answer": n} for n in ("Aa", "AA", "aa")]
+    assert [e.answer for e in both(load_task(rows))] == ["B", "A", "C"]
+
+
+def test_numbers_of_options_in_a_csv_file_may_be_floats(tmp_path):
+    (tmp_path / "my.csv").write_text("question,A,B,C,answer\n" + "".join(f"q{n},x,y,z,{n}.0\n" for n in (1, 2, 3)))
+    assert [e.answer for e in both(load_task(str(tmp_path / "my.csv"), columns={"options": "A,B,C"}))] == ["A", "B", "C"]
+
+
 def test_a_solution_has_one_answer_line():
     rows = [{"question": f"q{n}", "options": ["x", "y"], "answer": "B", "solution": "Not x.\n\nAnswer: y"} for n in range(2)]
     assert {e.solution for e in both(load_task(rows))} == {"Not x.\nAnswer: B"}
@@ -577,6 +594,12 @@ VERDICTS = [
     ("exact", "5'", '**Answer: 5"**', False),
     ("exact", "C*", "**Answer:** C*", True),
     ("exact", "C*", "Answer: C", False),
+    *(
+        ("exact", "Paris", f"Answer: {text}", True)
+        for text in ("„Paris“", "„Paris”", "«Paris»", "»Paris«", "「Paris」", "Paris。", "Paris\u200b")
+    ),
+    ("exact", "שלום", "Answer: \u200fשלום", True),
+    ("exact", "Paris", "Answer: «Paris", False),
     ("exact", "10²", "Answer: 10^2", True),
     ("exact", "10²", "Answer: 102", False),
     ("exact", "H₂O", "Answer: H2O", True),
@@ -638,6 +661,16 @@ def test_a_question_may_be_repeated_with_what_is_the_same_answer():
     assert len(both(load_task(rows, answer="exact"))) == 2
     with pytest.raises(DataError, match="row 3: the question of an earlier row with another answer"):
         load_task([*rows, {"question": "Which city?", "answer": "Rome"}], answer="exact").check()
+    for answer, one, other in (
+        ("numeric", "0.5", "1/2"),
+        ("json", {"a": 1, "b": None}, {"a": 1}),
+        ("exact", ["Paris", "City"], ["City", "paris"]),
+    ):
+        assert len(both(load_task([{"question": "?", "answer": gold} for gold in (one, other)], answer=answer))) == 2
+    with pytest.raises(DataError, match="row 2: the question of an earlier row with another answer"):
+        load_task(
+            [{"question": "?", "answer": gold} for gold in (["Paris", "City"], ["Paris", "Metropole"])], answer="exact"
+        ).check()
 
 
 def test_structs_have_all_keys_and_classes_have_names(tmp_path):
@@ -662,6 +695,36 @@ def test_arrays_are_lists():
     rows = [{"question": f"q{n}", "answer": np.array([f"a{n}", "b"])} for n in range(3)]
     found = load_task(rows)
     assert found.verify(found.examples("train")[0], "Answer: b").correct
+
+
+def test_numbers_in_float32_are_their_shortest_decimals(tmp_path):
+    """As float64, 0.1 would be 0.10000000149011612, and no answer right. Whole numbers stay what they are: 65,504, not 6.55e4."""
+    values = [0.1, 12.34, 3.25, 65504.0]
+    columns = {
+        name: pyarrow.array(np.array(values, dtype), kind)
+        for name, dtype, kind in (("answer", np.float32, pyarrow.float32()), ("half", np.float16, pyarrow.float16()))
+    }
+    inner = pyarrow.struct(
+        [("of", pyarrow.list_(pyarrow.float32())), ("map", pyarrow.map_(pyarrow.string(), pyarrow.float32()))]
+    )
+    nested = [{"of": [value, None], "map": [("a", value)]} for value in values]
+    table = pyarrow.table({"question": list("abcd"), **columns, "nested": pyarrow.array(nested, inner)})
+    parquet.write_table(table, tmp_path / "my.parquet")
+    rows = list(open_rows(tmp_path / "my.parquet"))
+    assert [row["answer"] for row in rows] == values and [row["half"] for row in rows] == [0.1, 12.34, 3.25, 65504.0]
+    assert [row["nested"] for row in rows] == [{"of": [value, None], "map": {"a": value}} for value in values]
+    assert [e.answer for e in both(load_task(str(tmp_path / "my.parquet")))] == ["0.1", "12.34", "3.25", "65504"]
+    for dtype in (np.float16, np.float32):
+        listed = [{"question": name, "answer": value} for name, value in zip("abcd", np.array(values, dtype), strict=True)]
+        assert [e.answer for e in both(load_task(listed))] == ["0.1", "12.34", "3.25", "65504"]
+    assert without_array(np.array([[0.1, 65504]], np.float16)) == [[0.1, 65504]]
+
+
+def test_a_map_of_parquet_holds_options(tmp_path):
+    options = pyarrow.array([[("A", "x"), ("B", "y")]] * 2, pyarrow.map_(pyarrow.string(), pyarrow.string()))
+    table = pyarrow.table({"question": ["a", "b"], "options": options, "answer": ["A", "B"]})
+    parquet.write_table(table, tmp_path / "my.parquet")
+    assert [e.options for e in both(load_task(str(tmp_path / "my.parquet")))] == [("x", "y")] * 2
 
 
 def test_decimals_of_parquet_are_numbers(tmp_path):
@@ -782,6 +845,9 @@ def test_nan_is_a_missing_value():
     rows = [dict(row, hint=nan, solution=nan) if n == 0 else row for n, row in enumerate(ROWS)]
     first, second = both(load_task(rows, feedback={"hint": "{hint}"}))[:2]
     assert not first.feedback and first.solution == "#### 0" and second.feedback
+    named = [type(name, (), {})() for name in ("NAType", "NaTType")]
+    rows = [dict(row, hint=missing) for row, missing in zip(ROWS[:2], named, strict=True)]  # as of pandas
+    assert not any(e.feedback for e in both(load_task(rows, feedback={"hint": "{hint}"})))
     wide = [{"question": f"q{n}", "A": "x", "B": "y", "C": last, "answer": "B"} for n, last in enumerate(("z", nan))]
     assert [len(e.options) for e in both(load_task(wide, columns={"options": "A,B,C"}))] == [3, 2]
     with pytest.raises(DataError, match="row 21: column 'question' is empty"):

@@ -301,7 +301,7 @@ def read_text(value: Any, where: str) -> str:
     """A text, or a finite number as text."""
     plain = _plain(value)
     with suppress(ValueError, TypeError, OverflowError):  # NaN, complex numbers, integers of thousands of digits
-        if isinstance(plain, Number) and math.isfinite(plain):  # type: ignore[arg-type]
+        if isinstance(plain, Number) and not isinstance(plain, bool) and math.isfinite(plain):  # type: ignore[arg-type]
             return str(plain)
     if not isinstance(plain, str):
         raise TaskFault(f"{where} is a {type(value).__name__}, expected text")

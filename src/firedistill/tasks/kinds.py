@@ -7,11 +7,12 @@ import json
 import math
 import re
 import unicodedata
+from collections.abc import Hashable
 from decimal import Decimal
 from typing import Any
 
-from firedistill.tasks.answers.numbers import count_normalized, numeric_gold
-from firedistill.tasks.answers.text import ANSWER_MARKER, boxed_latex
+from firedistill.tasks.answers.numbers import count_normalized, exact_values, numeric_gold
+from firedistill.tasks.answers.text import ANSWER_MARKER, INVISIBLE, boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.numeric import NumericTask
@@ -23,7 +24,9 @@ from firedistill.tasks.types import Example, Verdict
 FINAL_LINE = "Then, on a new final line, write `Answer: ` followed by the answer only. Write nothing after that line."
 MARKERS_IN_JSON = 8  # `Answer:` may be part of a text of the answer
 MAX_ANSWER_CHARACTERS = 20_000
-_PAIRS = {**dict(zip("*_`\"'", "*_`\"'", strict=True)), "\u201c": "\u201d", "\u2018": "\u2019"}  # markdown and quotation marks
+_PAIRS = {mark: mark for mark in "*_`\"'"}  # markdown and quotation marks, with those that may close them
+_PAIRS |= {"“": "”", "‘": "’", "„": "“”", "‚": "‘’", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』"}
+_NOT_COMPARED = {**dict.fromkeys(INVISIBLE), ord("。"): "."}
 _OPENED = re.compile(r"[*_`\"\u201c]{2,}|[*_`\"\u201c](?!\s)")  # not the star of a list
 _SUPERSCRIPTS = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _BEFORE_JSON = re.compile(r"(?:```(?:json\b|[A-Za-z]+(?=[ \t\r]*\n))?|[\s*_`])*+", re.IGNORECASE)
@@ -296,11 +299,21 @@ def accepts(example: Example, text: str) -> bool:
     return plain(text) in {plain(answer) for answer in example.metadata.get("accepted", (example.answer,))}
 
 
+def comparable(kind: Task, example: Example) -> Hashable:
+    """What a kind compares an answer with, equal for golds that accept the same answers."""
+    if isinstance(kind, ExactTask):
+        return frozenset(map(plain, example.metadata.get("accepted", (example.answer,))))
+    if isinstance(kind, NumericTask):
+        return exact_values(example.answer)
+    return without_nulls(example.answer) if isinstance(kind, JsonTask) else example.answer
+
+
 def plain(text: str) -> str:
     """A text without what does not count in a comparison: case, repeated blanks, and quotes, markdown and a full stop around it.
 
-    Quotes and markdown are around it in pairs. Powers stay powers: 10² is 10^2, not 102.
+    Quotes and markdown are around it in pairs. Powers stay powers: 10² is 10^2, not 102. Invisible characters do not count.
     """
+    text = text if text.isascii() else text.translate(_NOT_COMPARED)
     line = " ".join(unicodedata.normalize("NFKC", _SUPERSCRIPTS.sub(r"^\g<0>", text)).casefold().split())
     start, end = 0, len(line)
     while start < end:
@@ -308,7 +321,7 @@ def plain(text: str) -> str:
             end -= 1
         elif line[start] == " ":
             start += 1
-        elif end - start > 1 and _PAIRS.get(line[start]) == line[end - 1]:
+        elif end - start > 1 and line[end - 1] in _PAIRS.get(line[start], ""):
             start, end = start + 1, end - 1
         else:
             break

@@ -219,17 +219,17 @@ class Columnar(Sequence[Mapping[str, Any]]):
 
         try:
             table = self.read(start, end)
-            rows = table.to_pylist()
+            rows = table.to_pylist(maps_as_pydicts="strict")
             for field in table.schema:
-                if holds_json(field.type):
+                if needs_conversion(field.type):
                     for row in rows:
-                        row[field.name] = decoded(row[field.name], field.type)
+                        row[field.name] = converted(row[field.name], field.type)
             for name, names in class_names(table.schema).items() if self.names_classes else ():
                 for row in rows:
                     if isinstance(number := row.get(name), int):
                         row[name] = names[number] if 0 <= number < len(names) else None  # -1 is a missing label
             return rows
-        except (ValueError, OverflowError, pyarrow.ArrowException) as error:  # texts and dates that Python cannot hold
+        except (ValueError, KeyError, OverflowError, pyarrow.ArrowException) as error:  # texts, dates and maps unlike Python's
             if end - start > 1:
                 self.last = start - 2  # one at a time, so that the error is that of a row
                 return self._convert(start, start + 1)
@@ -251,26 +251,50 @@ def with_class_names(rows: Rows) -> Rows:
     return rows
 
 
-def holds_json(kind: Any) -> bool:
-    """Whether an Arrow type is or contains `arrow.json`, in which `datasets` stores values whose types differ between rows, as text."""
+def needs_conversion(kind: Any) -> bool:
+    """Whether an Arrow type is or contains one that `converted` changes."""
     import pyarrow
 
-    if getattr(kind, "extension_name", None) == "arrow.json":
+    if is_json(kind) or pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
         return True
     if pyarrow.types.is_struct(kind):
-        return any(holds_json(field.type) for field in kind)
-    return hasattr(kind, "value_type") and holds_json(kind.value_type)
+        return any(needs_conversion(field.type) for field in kind)
+    return pyarrow.types.is_nested(kind) and needs_conversion(inner_type(kind))
 
 
-def decoded(value: Any, kind: Any) -> Any:
-    """A value of an Arrow type with what texts in `arrow.json` stand for in their place."""
-    if value is None or not holds_json(kind):
+def is_json(kind: Any) -> bool:
+    """Whether an Arrow type is `arrow.json`, in which `datasets` stores values whose types differ between rows, as text."""
+    return getattr(kind, "extension_name", None) == "arrow.json"
+
+
+def inner_type(kind: Any) -> Any:
+    """The type of the items of a list, or of the values of a map."""
+    return kind.item_type if hasattr(kind, "item_type") else kind.value_type
+
+
+def converted(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type with what stands for texts in `arrow.json`, and with the shortest decimals of numbers in float32 and
+    float16: 0.1, which as float64 is 0.10000000149011612."""
+    import pyarrow
+
+    if value is None or not needs_conversion(kind):
         return value
+    if is_json(kind):
+        return json.loads(value)
+    if isinstance(value, float):
+        return shortest_decimal(value, kind.to_pandas_dtype())
     if isinstance(value, dict):
-        return {name: decoded(of_name, kind.field(name).type) for name, of_name in value.items()}
+        if pyarrow.types.is_struct(kind):
+            return {field.name: converted(value[field.name], field.type) for field in kind}
+        return {name: converted(item, inner_type(kind)) for name, item in value.items()}
+    return [converted(item, inner_type(kind)) for item in value]
+
+
+def shortest_decimal(value: Any, kind: Any) -> Any:
+    """A number of a NumPy type as its shortest decimal, of a list every number. Whole numbers stay as they are."""
     if isinstance(value, list):
-        return [decoded(item, kind.value_type) for item in value]
-    return json.loads(value)
+        return [shortest_decimal(item, kind) for item in value]
+    return value if float(value).is_integer() else float(str(kind(value)))
 
 
 def parquet_rows(path: Path) -> Rows:

@@ -25,7 +25,7 @@ from typing import Any
 
 from firedistill.tasks.choice import ChoiceTask, choice_example
 from firedistill.tasks.feedback import structured_feedback
-from firedistill.tasks.kinds import KINDS, ExactTask, load_kind, plain, read_gold, whole
+from firedistill.tasks.kinds import KINDS, comparable, load_kind, read_gold, whole
 from firedistill.tasks.numeric import NumericTask
 from firedistill.tasks.reading import (
     BadRow,
@@ -35,6 +35,7 @@ from firedistill.tasks.reading import (
     is_data_file,
     open_rows,
     rows_of,
+    shortest_decimal,
     with_class_names,
 )
 from firedistill.tasks.sources import DataError, Rows, kind_of
@@ -131,24 +132,27 @@ def cell(row: Mapping[str, Any], name: str) -> Any:
     value: Any = row
     for key in [name] if name in row else name.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
-    return None if is_nan(value) else without_array(value)
+    value = without_array(value)
+    return None if is_missing(value) else value
 
 
 def without_array(value: Any) -> Any:
-    """An array, which pandas has in place of a list, as the list."""
+    """An array or a number of NumPy, which pandas has in place of lists and numbers, as Python's; of 0.1 in float32 as 0.1."""
+    if str(getattr(value, "dtype", "")) in ("float16", "float32"):
+        return shortest_decimal(value.tolist(), value.dtype.type)
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def is_nan(value: Any) -> bool:
-    """Whether a value is NaN, which pandas has in place of a missing one."""
-    return isinstance(value, float) and value != value
+def is_missing(value: Any) -> bool:
+    """Whether a value is one that pandas has in place of a missing one: NaN, NA or NaT."""
+    return value != value if isinstance(value, float) else type(value).__name__ in ("NAType", "NaTType")
 
 
 def shown(value: Any) -> str | None:
     """A cell as text for the teacher or the student: a text as it stands, other values as JSON; None if it is null or blank."""
     if isinstance(value, str):
         return value.strip() or None
-    return None if value is None or is_nan(value) else json.dumps(value, ensure_ascii=False, default=str)
+    return None if value is None or is_missing(value) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass
@@ -373,8 +377,13 @@ class TableTask(Task):
             )
         if evaluation is None:
             self.eval_split = next((name for name in EVAL_SPLITS if name in found and name != train), train)
-            if len(found) > 1 and self.eval_split != train and not callable(data):
-                self.guesses.append(f"held-out problems are the split {self.eval_split!r} (--eval_data names another)")
+            if len(found) > 1 and not callable(data):
+                others = ", ".join(name for name in found if name != train)
+                self.guesses.append(
+                    f"held-out problems are the split {self.eval_split!r} (--eval_data names another)"
+                    if self.eval_split != train
+                    else f"held-out problems are a fifth of the split {train!r}, not of {others} (--eval_data names another)"
+                )
         elif isinstance(evaluation, str) and evaluation in found:
             self.eval_split = evaluation
         else:
@@ -559,16 +568,15 @@ class TableTask(Task):
         numbers, beyond = set(), False
         for row in sample:
             value = self._value(row, "answer")
-            text = str(whole(value)).strip()
-            if isinstance(value, bool) or not re.fullmatch(r"\d{1,2}", text):
+            if (number := option_number(value)) is None:
                 continue
             try:
                 labels, options = self._options(row)
             except BadRow:
                 continue
             if not places(value, labels) and not places(value, options):
-                numbers.add(int(text))
-                beyond = beyond or int(text) == len(options)
+                numbers.add(number)
+                beyond = beyond or number == len(options)
         if not numbers:
             return None
         if (0 in numbers) == beyond:
@@ -648,7 +656,7 @@ class TableTask(Task):
                 continue
             turns = [f"{turn['role']}: {turn['content']}" for turn in example.history]
             rank = digest(f"{self.division_seed}/" + "\n".join([example.question, *turns]))
-            gold = hash(plain(example.answer) if isinstance(self.kind, ExactTask) else example.answer)
+            gold = hash(comparable(self.kind, example))
             if rank not in first:
                 first[rank] = (index, gold)
             elif first[rank][1] == gold or self.verifier is not None:
@@ -849,7 +857,7 @@ class TableTask(Task):
         if isinstance(value, Mapping) and {"label", "text"} <= value.keys():
             labels, value = (without_array(value[name]) for name in ("label", "text"))
         elif isinstance(value, Mapping):  # Parquet and `datasets` have all labels in all rows
-            labels = [label for label, text in value.items() if not (text is None or is_nan(text))]
+            labels = [label for label, text in value.items() if not (text is None or is_missing(text))]
             value = [value[label] for label in labels]
         if not isinstance(value, list) or not 2 <= len(value) <= len(ascii_uppercase):
             raise BadRow(f"{subject} is not a list of options", fix, kind_of(value))
@@ -874,7 +882,11 @@ class TableTask(Task):
         if not text:
             raise BadRow(f"{column} is empty", "fill it in or remove the row")
         by_label, by_text = places(value, labels), places(value, options)
-        number = int(text) - self.base if self.base is not None and re.fullmatch(r"\d{1,2}", text) else None
+        number = option_number(value)
+        number = None if number is None or self.base is None or (by_text and "." in text) else number - self.base
+        if not by_label and not by_text and (lettered := _LETTERED.match(text)):  # B) or B) 21
+            by_label = places(lettered[1], labels)
+            by_label = by_label if text[lettered.end() :] in ("", *(options[i] for i in by_label)) else []
         if self.answer in ("choice:0", "choice:1"):
             by_text = []
         if by_text and self.gold_forms == {"text"}:
@@ -930,7 +942,7 @@ class TableTask(Task):
         fields = {found.name: found for found in structured_feedback(self, example, response, verdict)}
         texts = {**{found.name: found.text for found in example.feedback}, **given}
         for name in self.fields:
-            if (text := texts.get(name)) is None or (isinstance(text, str) and not text.strip()):
+            if (text := texts.get(name)) is None or text is False or (isinstance(text, str) and not text.strip()):
                 fields.pop(name, None)
             else:
                 fields[name] = FeedbackField(name, text)
@@ -938,9 +950,18 @@ class TableTask(Task):
 
 
 def places(value: Any, names: Sequence[str]) -> list[int]:
-    """Where a value stands among labels or options. Case does not count, nor whether a whole number is an int or a float."""
-    texts = {str(each).strip().casefold() for each in (value, whole(value))}
-    return [i for i, name in enumerate(names) if name.casefold() in texts]
+    """Where a value stands among labels or options: 1.0 counts as 1, and case does not count where no other is equal."""
+    texts = {str(each).strip() for each in (value, whole(value))}
+    alike = {text.casefold() for text in texts}
+    return [i for i, name in enumerate(names) if name in texts] or [
+        i for i, name in enumerate(names) if name.casefold() in alike
+    ]
+
+
+def option_number(value: Any) -> int | None:
+    """The number of an option; 1.0 and `1.0`, which pandas makes of 1, count as 1."""
+    found = re.fullmatch(r"(\d{1,2})(?:\.0)?", str(value).strip())
+    return None if found is None else int(found[1])
 
 
 def _without_letter(option: str, letter: str) -> str | None:

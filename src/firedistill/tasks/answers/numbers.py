@@ -40,13 +40,15 @@ def numeric_equal(answer: str | None, gold: str) -> bool:
     >>> numeric_equal("1/2", "0.50"), numeric_equal("6; 2", "2; 6"), numeric_equal(None, "42")
     (True, False, False)
     """
-    return isinstance(answer, str) and answer != "" and (answer == gold or _exact(answer) == _exact(numeric_gold(gold)))
+    if not isinstance(answer, str) or answer == "":
+        return False
+    return answer == gold or exact_values(answer) == exact_values(numeric_gold(gold))
 
 
-def _exact(normalized: str) -> str | list[Fraction]:
+def exact_values(normalized: str) -> str | tuple[Fraction, ...]:
     """The values of normalized numbers; text stays as it is."""
     try:
-        return [Fraction(value) for value in normalized.split("; ")] if count_normalized(normalized) else normalized
+        return tuple(map(Fraction, normalized.split("; "))) if count_normalized(normalized) else normalized
     except (ValueError, ZeroDivisionError):  # too many digits for any answer; 1/0
         return normalized
 
@@ -176,7 +178,9 @@ _FOREIGN = frozenset("^<>|√±∞≤≥≠")
 _FOREIGN_WORDS = frozenset(["sqrt", "log", "ln", "sin", "cos", "tan", "pi", "π", "infty", "infinity", "half", "halves", "not"])
 _HEADING_WORDS = frozenset(["step", "part", "case", "section", "question", "problem", "example"])
 _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_MAGNITUDES |= {"millions": 10**6, "billions": 10**9, "trillions": 10**12}  # 5 hundreds may be the place of a digit
 _MAGNITUDES |= {"bn": 10**9, "mio": 10**6, "mrd": 10**9, "lakh": 10**5, "crore": 10**7}
+_MINUS = frozenset(["-", "minus", "negative"])
 _GLUED_VARIABLES = frozenset("xyznkieXYZNKE")  # 2x and 5k are not 2 and 5
 _SQUARED_UNIT = re.compile(r"(?:mm|cm|dm|km|m|in|ft|yd|mi)\^?[23]")
 
@@ -269,8 +273,8 @@ def _single_value(part: Sequence[_Token]) -> Fraction | None:
         return None
     if after:
         value *= _MAGNITUDES.get(after[0].text.lower(), 1)
-    if before and before[-1].text in ("+", "-"):
-        value = -value if before[-1].text == "-" else value
+    if before and (before[-1].text == "+" or _is_minus(before[-1])):
+        value = -value if _is_minus(before[-1]) else value
         before = before[:-1]
         if before and before[-1].kind == "group":
             return None
@@ -293,6 +297,10 @@ def _is_foreign(token: _Token) -> bool:
     if token.kind == "word":
         return token.text.lower() in _FOREIGN_WORDS or token.text[0].isnumeric()
     return token.kind == "symbol" and (token.text in _FOREIGN or token.text.isnumeric())
+
+
+def _is_minus(token: _Token) -> bool:
+    return token.text.lower() in _MINUS
 
 
 def _may_follow(number: _Token, after: Sequence[_Token]) -> bool:
@@ -327,7 +335,7 @@ def _may_precede(before: Sequence[_Token], number: _Token) -> bool:
         return True
     last = before[-1]
     if last.kind == "word":
-        return last.text.lower() not in _HEADING_WORDS  # the markdown heading `#### Step 2`
+        return last.text.lower() not in _HEADING_WORDS and not _is_minus(last)  # the markdown heading `#### Step 2`, `minus -5`
     if last.kind == "group":
         return last.end != number.start or last.text != ""
     return last.text not in _OPERATORS
@@ -426,7 +434,7 @@ def _number_in_prose(items: Sequence[_Token], index: int, end: int, value: Fract
         return None
     if earlier is not None and joined and glued and sign.text in (":", "-") and earlier.end == sign.start:
         return None
-    return -value if sign.text == "-" and not joined else value
+    return -value if _is_minus(sign) and not joined else value
 
 
 def _last_number(line: str) -> str | None:
