@@ -12,6 +12,7 @@ import pytest
 from firedistill import load_task
 from firedistill.attribution import Inspector, save_attribution
 from firedistill.cli import main as cli
+from firedistill.cli.data import near_misses
 from firedistill.rollout import Response, Rollout
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError, code, functions
@@ -196,6 +197,19 @@ def test_helpers_stand_beside_the_tests():
                 "total = add(1, 2)\nassert total == 3",
             )
         ),
+        *(
+            ({"tests": [f"def check(candidate):\n    {body}"]}, f"test 1: {complaint}")
+            for body, complaint in (
+                ("candidate(1, 2) == 3", "'add.1, 2. == 3' would not test the program; write `assert` before it"),
+                ("for n in (1, 2):\n        candidate(n, 2) == n + 2 or False", "'add.*' would not test the program"),
+                ("pass", r"check\(candidate\) tests nothing; write assertions in it"),
+            )
+        ),
+        ({"tests": ["assert (add(1, 2) == 3, 'sum')"]}, "a tuple is always true"),
+        (
+            {"entry_point": "add(a, b)"},
+            r"field 'entry_point' is 'add\(a, b\)'; write the name of the function without arguments",
+        ),
         ({"prompt": " "}, "field 'prompt': expected text, found only blanks"),
         (
             {"entry_point": None, "tests": ADD["tests"][:2]},
@@ -232,12 +246,27 @@ def test_a_source_that_is_no_file():
         ("```python\ndef add(a): 1\n```\nBetter:\n```python\nadd = lambda a: 2\n```", "add = lambda a: 2\n", True),
         ("```python\ndef other(): 1\n```", "def other(): 1\n", False),
         ("  ```python\nclass add: pass\n  ```", "class add: pass\n", True),
+        ('```python\ndef add(a):\n    """\n    ```python\n    add(1)\n    ```\n    """\n```', None, True),
+        ("First: ```python\ndef add(a): 1\n```\nBut\n```python \ndef add(a): 2\n```", "def add(a): 2\n", True),
+        ("<think>No</think>```python\ndef add(a): 1\n```\nIt adds.", "def add(a): 1\n", True),
+        ("Write ```add``` so:\n```\ndef add(a): 1\n```", "def add(a): 1\n", True),
+        ("```python\nx = 1\n```python\ndef add(a): 1\n```", "def add(a): 1\n", True),
+        ("1. So:\n\t```python\n\tdef add(a):\n\t\treturn 1\n\t```", "def add(a):\n\treturn 1\n", True),
+        ("   ```python\n   def add(a): 1\n```\nDone", "def add(a): 1\n", True),
         ("1. So:\n   ```python\n   def add(a):\n\n       return 1\n   ```", "def add(a):\n\n    return 1\n", True),
     ],
     ids=lambda value: repr(value)[:24],
 )
 def test_extraction(add, response, program, well_formed):
+    program = response.removeprefix("```python\n").removesuffix("```") if program is None and well_formed else program
     assert extract_program(add[1], response) == (program, well_formed)
+
+
+def test_the_data_command_runs_the_solution_and_a_function_that_does_nothing(add):
+    right, nothing, empty = near_misses(*add)
+    assert judged(*add, right)[0].correct and not judged(*add, empty)[0].correct
+    verdict, fields = judged(*add, nothing)
+    assert not verdict.correct and verdict.well_formed and "test_1" in fields
 
 
 def test_extraction_takes_linear_time(add):

@@ -208,6 +208,10 @@ def reply_of(opinion: Opinion) -> str:
 def near_misses(task: Task, example: Example) -> list[str]:
     """Responses that state the gold answer as the task demands and in other ways, another answer, and none."""
     gold = str(example.answer)
+    if task.answer_type == "program":
+        name = example.metadata.get("entry_point", "")
+        does_nothing = f"```python\ndef {name}(*arguments):\n    pass\n```" if name.isidentifier() else "```python\npass\n```"
+        return [*([example.solution] if example.solution else []), does_nothing, ""]
     if not gold:
         return [example.solution or "I do not know.", ""]
     line = (example.solution or "").rpartition("\n")[2] or gold

@@ -34,7 +34,9 @@ PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
     ("solution", "canonical_solution", "code"),
 )
 
-_FENCE = re.compile(r"^([ \t]*)```[^\n`]*\n(.*?)(^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"([ \t]*)```(?:(\w\S*)\s*|[^`]*)")  # a line, with the language that it names
+_FENCE_AFTER_TEXT = re.compile(r".*?```\w[^`\s]*\s*")
+_CALLABLE = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*(?<!\))")  # add, or Solution().add
 _COMPARISONS = {
     ast.Eq: "==",
     ast.NotEq: "!=",
@@ -136,6 +138,8 @@ class CodeTask(Task):
                 f"field {column!r} is missing (the row has: {', '.join(map(str, row)) or 'nothing'}); add it or remove the row"
             )
         entry_point = optional_text(row, "entry_point") or _called_name(row, column)
+        if not _CALLABLE.fullmatch(entry_point):
+            raise DataError(f"field 'entry_point' is {entry_point[:80]!r}; write the name of the function without arguments")
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)
         setup = "\n".join(filter(None, [optional_text(row, "test_setup_code"), begun, setup]))
@@ -262,13 +266,10 @@ def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
 
     It is the last fenced block that defines the entry point, else the last block, else the whole text if it has a definition. Where
     the question is the beginning of the program, text without a definition continues it. Well-formed is a closed block that defines the
-    entry point. The lines of an indented block, as in a list, lose the indentation of its fence.
+    entry point.
     """
     entry_point = example.metadata["entry_point"]
-    blocks = [
-        (re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", text, flags=re.MULTILINE) if indent else text, bool(closed))
-        for indent, text, closed in _FENCE.findall(response)
-    ]
+    blocks = fenced_blocks(response)
     defining = [block for block in blocks if defines(block[0], entry_point)]
     if defining:
         return defining[-1]
@@ -276,6 +277,36 @@ def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
     if example.metadata["completes"] and text.strip() and not defines(text, entry_point):
         return f"{example.question}\n{text}", False
     return (text, False) if blocks or re.search(r"^[ \t]*(def|class|import|from)\b", text, re.MULTILINE) else (None, False)
+
+
+def fenced_blocks(response: str) -> list[tuple[str, bool]]:
+    """The fenced blocks of a response, and whether each is closed. Lines of an indented block, as in a list, lose its indentation.
+
+    A fence that is indented by four more columns than that of its block belongs to the text, as in a docstring. A fence that names a
+    language begins the next block.
+    """
+    blocks: list[tuple[str, bool]] = []
+    lines: list[str] | None = None  # of the open block
+    indent = ""
+    for line in response.split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if lines is not None and (fence is None or columns(fence[1]) > columns(indent) + 3):
+            lines.append(re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", line) if indent else line)
+            continue
+        if lines is not None and fence is not None and not fence[2]:
+            blocks.append(("".join(f"{text}\n" for text in lines), True))
+            lines = None
+            continue
+        if lines is not None:
+            blocks.append(("\n".join(lines), False))
+            lines = None
+        if fence is not None or _FENCE_AFTER_TEXT.fullmatch(line):
+            lines, indent = [], fence[1] if fence is not None else ""
+    return blocks if lines is None else [*blocks, ("\n".join(lines), False)]
+
+
+def columns(blanks: str) -> int:
+    return len(blanks.expandtabs(4))
 
 
 def defines(program: str, entry_point: str) -> bool:
@@ -339,18 +370,21 @@ def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest]
     tests, beside = [], []
     for statement in _parsed(text, where).body:
         if isinstance(statement, ast.Assert):
-            tests.append(_assertion(statement))
+            tests.append(_assertion(statement, where))
         elif isinstance(statement, ast.FunctionDef) and statement.name == "check" and len(statement.args.args) == 1:
             body = [_Renamed({statement.args.args[0].arg: entry_point}).visit(part) for part in statement.body]
+            parts = list(ast.walk(statement))
+            if lost := next((part for part in parts if _is_comparison(part)), None):
+                raise _lost(lost, where, "write `assert` before it")
+            if not any(isinstance(part, ast.Assert | ast.Raise | ast.Call) for part in parts):
+                raise DataError(f"{where}: check({statement.args.args[0].arg}) tests nothing; write assertions in it")
             if all(isinstance(part, ast.Assert) for part in body):
-                tests += [_assertion(part) for part in body]
+                tests += [_assertion(part, where) for part in body]
             else:
                 beside.append(ast.unparse(statement))
                 tests.append(UnitTest(Snippet("exec", f"{statement.name}({entry_point})"), outside=False))
         elif not _calls_check(statement) and _is_lost(statement, entry_point):
-            shown = repr(ast.unparse(statement).splitlines()[0][:80])
-            fix = "write assertions at the top level, or in a function check(candidate)"
-            raise DataError(f"{where}: {shown} would not test the program; {fix}")
+            raise _lost(statement, where, "write assertions at the top level, or in a function check(candidate)")
         elif not _calls_check(statement):
             beside.append(ast.unparse(statement))
     return tests, beside
@@ -363,8 +397,18 @@ def _parsed(text: str, where: str) -> ast.Module:
         raise DataError(f"{where}: not Python ({error}); correct it or remove the row") from error
 
 
-def _assertion(statement: ast.Assert) -> UnitTest:
+def _lost(statement: ast.AST, where: str, fix: str) -> DataError:
+    return DataError(f"{where}: {ast.unparse(statement).splitlines()[0][:80]!r} would not test the program; {fix}")
+
+
+def _is_comparison(statement: ast.AST) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp)
+
+
+def _assertion(statement: ast.Assert, where: str) -> UnitTest:
     test = statement.test
+    if isinstance(test, ast.Tuple) and test.elts:
+        raise _lost(statement, where, "a tuple is always true: write the message after the parenthesis")
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in _COMPARISONS:
         try:
             expected = ast.literal_eval(test.comparators[0])
@@ -393,7 +437,7 @@ def _is_lost(statement: ast.stmt, entry_point: str) -> bool:
         return statement.name.startswith("test") and not returns
     if isinstance(statement, ast.ClassDef):
         return any(getattr(part, "name", "").startswith("test") for part in statement.body)
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare | ast.BoolOp):
+    if _is_comparison(statement):
         return True
     names = {part.id for part in ast.walk(statement) if isinstance(part, ast.Name)}
     calls_program = re.split(r"\W", entry_point)[0] in names and "check" not in names
