@@ -284,6 +284,50 @@ def test_a_run_that_lacks_rows_is_named(tmp_path):
     assert note == f"a, metrics.jsonl: rows of {len(rows) - 2} of {len(rows)} steps; curves, means and totals lack the others."
 
 
+def test_a_sweep_whose_recipe_leaves_the_nominal_rate_out_is_one(tmp_path):
+    """`suite` sets it for the other rates only."""
+    for factor in (0.5, 1, 2):
+        nominal = {} if factor == 1 else {"nominal_learning_rate": 1e-3}
+        write_run(tmp_path / str(factor), learning_rate=factor * 1e-3, **nominal)
+    groups = read_study(sorted(tmp_path.iterdir())).settings[0].groups
+    assert [group.label for group in groups] == ["FIRE", "FIRE, 2× rate", "FIRE, 4× rate"]
+    _, written = write_report(sorted(tmp_path.iterdir()), tmp_path / "out")
+    assert "learning-rates.svg" in {path.name for path in written}
+
+
+def test_the_rate_of_a_suite_is_the_reference_also_where_all_blocks_have_labels(tmp_path):
+    suite = SuiteFolder(tmp_path / "s")
+    variants = {
+        f"{label}{f' {factor:g}x' if factor != 1 else ''}": factor for label in ("small", "large") for factor in (0.5, 1, 2)
+    }
+    runs = [
+        PlannedRun(v.replace(" ", "-"), "train", "x", {}, "m", "t", "fire", 0, f * 1e-3, 10, v) for v, f in variants.items()
+    ]
+    suite.widen(Plan("mine", "My suite", {}, runs))
+    for run in runs:
+        write_run(suite.run_folder(run.id), learning_rate=run.learning_rate, lora_r=8 if "small" in run.variant else 64)
+    factors = {group.learning_rate: group.factor for group in read_study([suite.folder]).settings[0].groups}
+    assert factors == {0.5e-3: 0.5, 1e-3: 1, 2e-3: 2}
+
+
+def test_a_run_that_a_callback_has_ended_is_finished(tmp_path):
+    run = write_run(tmp_path / "a", (0.5,), steps=4)
+    evaluation = {
+        "step": 4,
+        "accuracy": 0.75,
+        "stderr": 0.01,
+        "n": 100,
+        "cumulative_generated_tokens": 80,
+        "cumulative_train_seconds": 24.0,
+    }
+    with (run / "evals.jsonl").open("a") as file:
+        file.write(json_line(evaluation))
+    assert not read_run(run).finished
+    (run / "finished.json").write_text('{"step": 4}')
+    assert read_run(run).finished and read_run(run).final("accuracy") == 0.75
+    assert read_study([run]).notes == []
+
+
 def test_a_run_without_its_last_evaluation_is_said_to_lack_it(tmp_path):
     evaluations = (write_run(tmp_path / "a") / "evals.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "a" / "evals.jsonl").write_text(evaluations[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -205,9 +206,12 @@ def grouped(runs: Sequence[Run], notes: list[str]) -> list[Group]:
     return groups
 
 
+_OTHER_RATE = re.compile(r"(?:^| )[\d.e+-]+x$")  # at the end of a variant, after the label of its block
+
+
 def reference_rate(runs: Sequence[Run]) -> float:
     """The learning rate of the comparison: the suite's main rate, else the one that most methods share, else the first."""
-    planned = [run.learning_rate for run in runs if run.variant == ""]
+    planned = [run.learning_rate for run in runs if run.variant is not None and not _OTHER_RATE.search(run.variant)]
     methods = {(run.learning_rate, run.method) for run in runs if not planned or run.learning_rate in planned}
     counts = Counter(rate for rate, _ in methods)
     return max((run.learning_rate for run in runs if run.learning_rate in counts), key=lambda rate: counts[rate])
@@ -246,6 +250,8 @@ def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if makes_a_difference(name) and value not in (None, {}, [])
     }
+    if "step_scale" not in settings and "learning_rate" in settings:
+        settings.setdefault("nominal_learning_rate", settings["learning_rate"])  # of a sweep, only the other rates have it set
     # How a step is cut into micro-batches changes memory, not the result. On one process, this is its number of prompts.
     sizes = [settings.pop(name, 1) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     return settings | {"prompts_per_step": sizes[0] * sizes[1]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy import ndarray
 from firedistill.coerce import coerce, read_yaml
 from firedistill.report.collapse import Event, collapses
 from firedistill.report.log import EVALUATIONS, METRICS, Log, read_log
+from firedistill.run.directory import finished_step
 from firedistill.terminal import shortened, visible
 
 # Settings that the report computes with: their types, and the range of those that are required.
@@ -65,6 +67,9 @@ class Run:
         self.seed: int = self.config.get("seed", 0)
         self.learning_rate: float = self.config["learning_rate"]
         self.max_steps: int = self.config["max_steps"]
+        with suppress(OSError):
+            if (last := finished_step(self.folder)) is not None and last == self.step:
+                self.max_steps = last  # a callback has ended it
 
     @property
     def step(self) -> int:
