@@ -33,7 +33,7 @@ from firedistill.recipes import OptionError, build_config, option_groups
 from firedistill.report.page import attributions_of
 from firedistill.report.read import read_run
 from firedistill.rollout import Response
-from firedistill.run.console import ConsoleReport, accuracy_line, before_and_after, correct_rate_trend
+from firedistill.run.console import ConsoleReport, accuracy_line, correct_rate_trend, first_and_last
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError
 from firedistill.teacher.ema import EMAWeights
@@ -523,6 +523,11 @@ def test_every_built_in_recipe_is_valid(name):
         (["train", "RECIPE", "--top_p", "1.5"], "top_p is 1.5: expected a number above 0 and at most 1"),
         (["train", "RECIPE", "--seed", "1", "--seed", "1"], "--seed is given twice"),
         (["train", "RECIPE", "--resume", "--overwrite"], "give one of them"),
+        (
+            ["train", "RECIPE", "--resume", "--resume_from_checkpoint", "x/checkpoint-1"],
+            "from the one that it names; give one of them",
+        ),
+        (["train", "RECIPE", "--overwrite", "--resume_from_checkpoint", "x/checkpoint-1"], "give one of them"),
         (["train", "RECIPE", "--task", "aritmetic"], "unknown task 'aritmetic'. Did you mean arithmetic?"),
         (["train", "RECIPE", "--task", "arithmetic:absurd"], "arithmetic has no level 'absurd'"),
         (["train", "RECIPE", "--task", "nowhere_at_all:Task"], "no module 'nowhere_at_all'"),
@@ -1270,9 +1275,9 @@ def test_evaluations_before_and_after():
     lines, _ = shown([{}], [EVALUATION, {"eval_n": 0}, EVALUATION | {"eval_accuracy": 0.75}])
     assert lines[0] == "held-out, step 0: 25.0% ± 3.0% right (lenient 50.0%, well-formed 100.0%, 17.1 tokens, n 192)"
     assert sum(line.startswith("held-out") for line in lines) == 2, "one that answered nothing is none"
-    first = {name.removeprefix("eval_"): value for name, value in EVALUATION.items()}
+    first = {"step": 0, **{name.removeprefix("eval_"): value for name, value in EVALUATION.items()}}
     out = io.StringIO()
-    Console(file=out, width=80).print(before_and_after([first, first | {"accuracy": 0.5}, first | {"accuracy": 0.75}]))
+    Console(file=out, width=80).print(first_and_last([first, first | {"accuracy": 0.5}, first | {"accuracy": 0.75}]))
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line]
     assert rows == [
         ["right", "25.0% ± 3.0%", "75.0% ± 3.0%"],
@@ -1280,6 +1285,8 @@ def test_evaluations_before_and_after():
         ["well-formed", "100.0%", "100.0%"],
         ["tokens per response", "17.1", "17.1"],
     ]
+    columns = [[column.header for column in first_and_last([first | {"step": step}, first]).columns] for step in (0, 20)]
+    assert columns == [["", "before", "after"], ["", "step 20", "after"]]
 
 
 def test_trackers_know_a_run_by_its_folder():

@@ -790,6 +790,10 @@ def test_the_command_line_resumes_by_itself_and_refuses_another_run(copy, whole,
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3", "--allow_changes", "learning_rate", "--resume"]) == 0
     assert firedistill(["train", str(copy), "--resume_from_checkpoint", str(copy / "checkpoint-7")]) == 2
     assert "there is no checkpoint" in capsys.readouterr().err
+    settings = copy / "config.yaml"
+    for value in ("true", "auto", "false"):  # in YAML, a truth
+        settings.write_text(settings.read_text() + f"resume_from_checkpoint: {value}\n")
+        assert firedistill(["train", str(copy), "--preflight", "only"]) == 0
 
 
 def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy, whole, capsys):

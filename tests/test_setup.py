@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import yaml
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from transformers import GenerationConfig
 
@@ -17,7 +18,8 @@ from firedistill.memory import OutOfMemory
 from firedistill.models.lora import add_lora, load_adapter
 from firedistill.models.tokens import stop_token_ids
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.setup import given_examples, load_setup
+from firedistill.run.identity import refuse_another_run, to_plain
+from firedistill.setup import given_examples, load_setup, read_method_settings
 from firedistill.tasks.guard import GuardedTask, TaskFault
 from killable import RandomTask, killable_config
 from tiny import ToyTask, byte_tokenizer, random_model
@@ -68,6 +70,23 @@ def test_without_checkpoint_sampling_the_settings_hold(config):
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     setup = load_setup(config(checkpoint_sampling=True), model=model, tokenizer=byte_tokenizer())
     assert (setup.args.top_k, setup.args.repetition_penalty) == (0, 1.0), "the checkpoint has none"
+
+
+def test_a_run_with_checkpoint_sampling_may_start_again_before_its_first_checkpoint(config, tmp_path):
+    """`config.yaml` has the model's values, which are not known before the model is loaded."""
+    settings = config(checkpoint_sampling=True, output_dir=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(to_plain(settings.resolved()) | {"top_k": 20}))
+    refuse_another_run(tmp_path / "run", settings)
+    with pytest.raises(ValueError, match="top_k was 20, is 0"):
+        refuse_another_run(tmp_path / "run", config(output_dir=str(tmp_path / "run")))
+
+
+def test_settings_of_the_method_have_their_types(model, tmp_path):
+    """Texts of the command line are equal to values of a recipe."""
+    args = killable_config(model, tmp_path / "run", "srpo", method_settings={"group_size": "4"})
+    assert read_method_settings(args).group_size == 4 and args.method_settings == {"group_size": 4}
 
 
 def test_checkpoint_sampling_overrides_no_setting(config):

@@ -227,6 +227,15 @@ def test_files_and_folders_of_a_suite_are_found_from_everywhere(toy, tmp_path, m
     assert {entry["data_dir"] for entry in settings} == {str(tmp_path / "teacher")}
 
 
+def test_a_run_directory_does_not_take_the_place_of_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab").mkdir()
+    assert make_plan("lab", seeds=[0], only=["fire"]).runs
+    (tmp_path / "lab/config.yaml").write_text("max_steps: 12\n")
+    with pytest.raises(ValueError, match=f"the run directory {tmp_path / 'lab'} has the name of the recipe lab: rename it"):
+        make_plan("lab", seeds=[0], only=["fire"])
+
+
 def test_recipes_and_the_folder_of_a_suite_may_be_in_the_home_folder(toy, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     toy.write_text("blocks: [{recipes: [~/toy.yaml], methods: [fire], warmstart: ~/toy.yaml}]")
@@ -566,6 +575,10 @@ def test_a_plan_grows_and_never_changes_a_run(toy, tmp_path):
     assert len(plan.runs) == 8 and read_plan(suite.plan_path) == plan
     with pytest.raises(ValueError, match=r"plans toy-fire-seed0 with other settings \(max_steps 16 there, 3 now"):
         suite.widen(make_plan(str(toy), options={"max_steps": "3"}))
+    other = SuiteFolder(tmp_path / "other")
+    other.widen(make_plan(str(toy), seeds=[0], options={"max_steps": "3"}))
+    with pytest.raises(ValueError, match="other is planned with max_steps 3, now it is 4: leave it out"):
+        other.widen(make_plan(str(toy), seeds=[77], options={"max_steps": "4"}))
     recipe = toy.parent / "toy.yaml"
     recipe.write_text(recipe.read_text() + "top_p: 0.9\nmethods: {veto: {max_steps: 3}}\n")
     with pytest.raises(ValueError, match=rf"plans toy-fire-seed0 with other settings \(its recipe {recipe} was edited\)"):

@@ -421,7 +421,7 @@ class SelfDistillConfig(TrainingArguments):
         None, "The name that recent versions of transformers have for gradient_checkpointing, which takes precedence."
     )
     fsdp: str | None = inherited_setting(None, "Not supported: it would shard the adapter, too. Use fsdp_size.")
-    resume_from_checkpoint: str | None = inherited_setting(
+    resume_from_checkpoint: str | bool | None = inherited_setting(  # type: ignore[assignment]  # truths in YAML files
         None, "Checkpoint folder, 'auto' (the newest complete one, if any), true (requires one) or false (starts over)."
     )
     push_to_hub: bool = inherited_setting(False, "Upload adapter, tokenizer and model card to the Hub.", effect="none")

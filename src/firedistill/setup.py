@@ -152,7 +152,7 @@ def load_setup(
         task.check()  # before a large model is loaded
     task = guarded_task(task, args.task_timeout, judge)
     # Refuses an unknown method, and a teacher that does not serve it, before a large model is loaded.
-    objective = load_objective(args.method, args.method_settings)
+    objective = read_method_settings(args)
     objective.check_teacher(args.teacher_kind, args.teacher_feedback)
     if judge is not None and not judge.decides and not reads_feedback(args, objective):
         raise ValueError(
@@ -170,7 +170,7 @@ def load_setup(
             use_own_attention(each)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(student, args)
-    decided |= decide_for_device(args, student)
+    decided |= decide_for_device(args, student, teacher_model)
     lockstep(student)  # all processes create it here
     limit_waiting(student, args.ddp_timeout)
 
@@ -588,7 +588,22 @@ def decide_quantization(args: SelfDistillConfig, name: str) -> dict[str, str]:
     return {"quantization": f"{args.quantization or 'none'}: {sizes}"}
 
 
-def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, str]:
+def read_method_settings(args: SelfDistillConfig) -> Objective:
+    """The method of a run. Texts in `args.method_settings`, as of the command line, become what the method reads them as.
+
+    Raises:
+        ValueError: as `load_objective`.
+    """
+    objective = load_objective(args.method, args.method_settings)
+    args.method_settings = {
+        name: getattr(objective, name) if isinstance(value, str) else value for name, value in args.method_settings.items()
+    }
+    return objective
+
+
+def decide_for_device(
+    args: SelfDistillConfig, model: PeftModel, teacher: PreTrainedModel | PeftModel | None = None
+) -> dict[str, str]:
     """Replace `gradient_checkpointing` and `merge_adapter` by what suits the device where they are None; returns why, by name.
 
     On a GPU, PyTorch does without the attention of cuDNN from then on.
@@ -611,7 +626,8 @@ def decide_for_device(args: SelfDistillConfig, model: PeftModel) -> dict[str, st
     if checkpointing is None:
         checkpointing, why = True, f"the default {'with fsdp_size' if on_gpu else 'for cpu'}"
         if on_gpu and not is_sharded(unwrap(model)):
-            need = sum(memory_of_step(args, model, checkpointing=False).values()) - sum(p.nbytes for p in model.parameters())
+            parts = memory_of_step(args, model, checkpointing=False, teacher=teacher)
+            need = sum(parts.values()) - sum(p.nbytes for p in model.parameters())
             checkpointing = need > 0.9 * unused
             why = f"without it a step adds up to {need / 1e9:.1f} GB, {unused / 1e9:.1f} GB are unused"
         decided["gradient_checkpointing"] = f"{str(checkpointing).lower()}: {why}"

@@ -70,7 +70,8 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
         raise ValueError(
             f"expected a run directory, an adapter, a recipe, or --model; recipes are {', '.join(built_in_names('recipes'))}"
         )
-    if recipe is not None and Path(recipe).is_dir() and not any((Path(recipe) / name).is_file() for name in FILES):
+    is_folder = recipe is not None and Path(recipe).is_dir() and recipe not in built_in_names("recipes")
+    if recipe is not None and is_folder and not any((Path(recipe) / name).is_file() for name in FILES):
         raise ValueError(f"{recipe} is neither a run directory nor an adapter: it has none of {', '.join(FILES)}")
     if recipe is not None and (Path(recipe) / "adapter_config.json").is_file():
         recipe, settings = of_adapter(recipe, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shlex
 import textwrap
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,12 +17,13 @@ from firedistill.cli.arguments import config_of, parse, wants_help
 from firedistill.coerce import built_in_names
 from firedistill.config import UNUSED, SelfDistillConfig, default_of
 from firedistill.imports import METHODS, TASKS, package, plugins
-from firedistill.objectives import load_objective, objective_class, registered_objectives
+from firedistill.objectives import objective_class, registered_objectives
 from firedistill.recipes import option_groups, read_recipe
-from firedistill.run.console import before_and_after, correct_rate_trend
+from firedistill.run.console import correct_rate_trend, first_and_last
 from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
 from firedistill.run.identity import refuse_another_run
 from firedistill.run.log import iterate_jsonl, read_jsonl
+from firedistill.setup import read_method_settings
 from firedistill.terminal import quiet_libraries, visible
 from firedistill.trainer import SelfDistillTrainer
 from firedistill.warmstart import WarmStartTrainer
@@ -64,6 +66,11 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     allowed = [name.replace("-", "_") for names in options.allow_changes for name in names.split(",") if name]
     if options.resume and options.overwrite:
         raise ValueError("--resume continues a run, --overwrite replaces it; give one of them")
+    if (options.resume or options.overwrite) and "resume_from_checkpoint" in options.settings:
+        raise ValueError(
+            "--resume continues from the newest checkpoint, --overwrite from none, and --resume_from_checkpoint from the one that it "
+            "names; give one of them"
+        )
     if command == "train" and options.recipe is not None and "feedback_share" in read_recipe(options.recipe):
         raise ValueError(f"{options.recipe} is a warm start: use firedistill warmstart {options.recipe}")
     config = config_of(trainer_class.config_class, options.recipe, options.settings)
@@ -74,7 +81,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     refuse_other_files(folder)
     # From before the model is loaded, so that a second command fails at once.
     with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
-        load_objective(config.method, config.method_settings)  # a wrong setting is an error of its own, and no other run
+        read_method_settings(config)  # a wrong setting is an error of its own, and no other run
         if wanted is None:
             refuse_another_run(folder, config)
         console.print(
@@ -91,7 +98,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
         trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
     if trainer.stop.signal is not None and not trainer.ended:
         step = trainer.state.global_step
-        resume = f"firedistill {command} {folder}"
+        resume = f"firedistill {command} {shlex.quote(str(folder))}"
         console.print(f"stopped by {trainer.stop.name} after step {step}; resume with: {resume}", soft_wrap=True)
         return 128 + trainer.stop.signal
     if trainer.is_world_process_zero():
@@ -118,7 +125,7 @@ def print_summary(trainer: SelfDistillTrainer, folder: Path, console: Console) -
     """Accuracy before and after, of the whole run, resumed or not; and where its files are."""
     evaluations = read_jsonl(folder / "evals.jsonl")
     if len(evaluations) > 1:
-        console.print(before_and_after(evaluations))
+        console.print(first_and_last(evaluations))
     if trend := correct_rate_trend(iterate_jsonl(folder / "metrics.jsonl")):
         console.print(trend)
     if skipped := trainer.counters["skipped_updates"]:

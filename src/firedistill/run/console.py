@@ -213,12 +213,11 @@ def accuracy_line(metrics: Mapping[str, float], prefix: str = "eval_") -> str:
     )
 
 
-def before_and_after(evaluations: list[dict[str, float]]) -> Table:
+def first_and_last(evaluations: list[dict[str, float]]) -> Table:
     """The first and the last evaluation side by side."""
-    table = Table(title="held-out accuracy, greedy")
-    for title in ("", "before", "after"):
+    table, ends = Table(title="held-out accuracy, greedy"), (evaluations[0], evaluations[-1])
+    for title in ("", f"step {ends[0]['step']}" if ends[0]["step"] else "before", "after"):
         table.add_column(title, justify="right" if title else "left")
-    ends = evaluations[0], evaluations[-1]
     table.add_row("right", *(f"{row['accuracy']:.1%} ± {row['stderr']:.1%}" for row in ends))
     table.add_row("right, lenient", *(f"{row['lenient_accuracy']:.1%}" for row in ends))
     table.add_row("well-formed", *(f"{row['well_formed_rate']:.1%}" for row in ends))

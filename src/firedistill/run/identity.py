@@ -175,7 +175,11 @@ def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
     except (OSError, ValueError):
         earlier = None
     if isinstance(earlier, dict):
-        changed = differences({"settings": to_plain(earlier)}, {"settings": to_plain(config.resolved())}, config)
+        both = to_plain(earlier), to_plain(config.resolved())
+        if all(settings.get("checkpoint_sampling") for settings in both):  # the file has the model's, which is not loaded yet
+            for settings in both:
+                settings |= {"top_k": None, "repetition_penalty": None}
+        changed = differences({"settings": both[0]}, {"settings": both[1]}, config)
         what = f"with other settings and no checkpoint ({'; '.join(changed.values())})" if changed else ""
     else:
         what = "without a readable config.yaml and without a checkpoint"

@@ -352,6 +352,9 @@ def recipe_of(recipe: str, folder: Path | None) -> str:
     path = Path(recipe).expanduser()
     if folder is not None and (folder / path).is_file():
         return str(folder / path)
+    if recipe in built_in_names("recipes") and (path / "config.yaml").is_file():
+        where = f"the run directory {path.resolve()} has the name of the recipe {recipe}"
+        raise ValueError(f"{where}: rename it, or work in another folder")
     return str(path.resolve()) if path.is_file() else recipe
 
 
@@ -452,6 +455,11 @@ def merge(known: Plan, new: Plan, where: Path) -> Plan:
     runs = {run.id: run for run in known.runs}
     for run in new.runs:
         refuse_other_settings(runs.setdefault(run.id, run), run, where)
+    for name in sorted(known.options.keys() & new.options.keys()):
+        if (there := known.options[name]) != (now := new.options[name]):
+            raise ValueError(
+                f"{where} is planned with {name} {there}, now it is {now}: leave it out, or name another --output_dir"
+            )
     return Plan(known.suite, new.title, new.options, list(runs.values()))
 
 
