@@ -151,7 +151,7 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
     first = run_trainer(checkpoint, tmp_path / "run", max_steps=2)
     first.train()
 
-    def otherwise(args, model):
+    def otherwise(args, model, teacher):
         args.merge_adapter = False if args.merge_adapter is None else args.merge_adapter
         return {"merge_adapter": "false: less memory is unused"}
 

@@ -218,7 +218,7 @@ def test_the_recipe_for_those_who_know_trl_is_one_of_ours():
 def test_the_task_of_those_who_know_trl_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source = example("docs/from-trl.md", "from datasets import Dataset")
-    few = "use_cpu=True, warmup_steps=1, max_new_tokens=6, per_device_train_batch_size=2, max_steps=1, "
+    few = "use_cpu=True, max_new_tokens=6, per_device_train_batch_size=2, max_steps=1, "
     assert source.count("max_steps=2, ") == 1
     exec(compile(source.replace("max_steps=2, ", few), "from-trl.md", "exec"), {"__name__": "from_trl"})
     (row,) = read_jsonl("run/metrics.jsonl")

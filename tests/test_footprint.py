@@ -135,7 +135,8 @@ def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
     on_cpu = sampling_memory(args, model)
     assert on_cpu == (0, 5 * 100 * per_token, 5 * scores + pass_memory(model, 5, 60))
     monkeypatch.setattr(type(args), "device", torch.device("cuda"))
-    on_gpu = (0, 8 * 256 * per_token, 5 * 60 * per_token + 8 * scores + pass_memory(model, 5, 60))
+    masks = 5 * 60 * 60 * (1 + 4)
+    on_gpu = (0, 8 * 256 * per_token, 5 * 60 * per_token + masks + 8 * scores + pass_memory(model, 5, 60))
     assert sampling_memory(args, model) == (on_gpu if fixed else on_cpu)
 
 
@@ -286,7 +287,7 @@ def test_an_evaluation_does_not_count_as_kept_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(type(few), "device", torch.device("cuda"))
     (_, kept, _), (_, kept_too, added) = (sampling_memory(args, model) for args in (few, many))
     assert kept == kept_too == 8 * 256 * per_token
-    read = 30 * 60 * per_token + 32 * SCORES * 4 * 263 + pass_memory(model, 30, 60)
+    read = 30 * 60 * per_token + 30 * 60 * 60 * (1 + 4) + 32 * SCORES * 4 * 263 + pass_memory(model, 30, 60)
     assert added == (32 - 8) * 256 * per_token + read
 
 

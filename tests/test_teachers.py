@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from firedistill import SelfDistillConfig
 from firedistill.checks import memory_estimate
 from firedistill.cli import main as cli
+from firedistill.footprint import memory_of_step, pass_memory
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.models.states import score_responses, unwrap
@@ -136,6 +137,15 @@ def test_the_memory_of_a_second_model_is_counted(places, tmp_path):
     assert load_setup(run_config(places["base"], tmp_path, teacher=places["model"]), teacher=False).teacher_model is None
 
 
+def test_the_passes_of_a_second_model_are_counted(places, tmp_path):
+    """A pass of a wide teacher is estimated with its own layers."""
+    wide = save_checkpoint(tmp_path / "wide", sizes=(64, 4096))
+    setup = load_setup(run_config(places["base"], tmp_path, method="full_context", teacher=wide))
+    args, needs = setup.args, memory_estimate(setup)
+    narrow = memory_of_step(args, setup.model, bool(args.gradient_checkpointing))
+    assert needs["training"] >= pass_memory(setup.teacher_model, 1, args.max_context_tokens) > 2 * narrow["training"]
+
+
 def test_a_second_model_is_loaded_as_the_student_is(places, tmp_path, monkeypatch):
     config = run_config(places["base"], tmp_path, teacher=places["model"], attn_implementation="eager")
     loaded = load_setup(config)
@@ -149,7 +159,7 @@ def test_a_second_model_is_loaded_as_the_student_is(places, tmp_path, monkeypatc
     for module in ("setup", "teacher.own_model"):
         monkeypatch.setattr(f"firedistill.{module}.load_model_and_tokenizer", without_a_gpu)
     monkeypatch.setattr(SelfDistillConfig, "device", torch.device("cuda", 1))
-    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda args, model: {})
+    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda *_: {})
     load_setup(config)
     assert devices == [torch.device("cuda", 1)] * 2
 

@@ -696,8 +696,9 @@ def chosen_for_the_device(setup: Setup) -> dict[str, str]:
 
 def memory_estimate(setup: Setup) -> dict[str, float]:
     """Bytes by purpose: those of a step, and of a teacher with weights of its own."""
-    need = memory_of_step(setup.args, setup.model, bool(setup.args.gradient_checkpointing))
-    if (own := setup.teacher_model) is not None:
+    own = setup.teacher_model
+    need = memory_of_step(setup.args, setup.model, bool(setup.args.gradient_checkpointing), own)
+    if own is not None:
         shared = {id(p) for p in setup.model.parameters()}  # an adapter's base model is the student's
         need["model of the teacher"] = sum(p.nbytes for p in own.parameters() if id(p) not in shared)
     return need

@@ -142,10 +142,15 @@ def _over_layers(model: PreTrainedModel, measure: Callable[[], tuple[float, ...]
     return [two + (count - 2) * (four - two) / 2 for two, four in zip(*results, strict=True)]
 
 
-def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> dict[str, float]:
+def memory_of_step(
+    args: SelfDistillConfig, model: PeftModel, checkpointing: bool, teacher: PreTrainedModel | PeftModel | None = None
+) -> dict[str, float]:
     """Bytes by purpose, on the device of the run. It assumes the longest contexts that the settings allow, so it errs high.
     Hidden states of the views without a field are not in it: 2.7 GB for each copy with a hidden size of 5,120 in half precision, 8
     responses of 8,192 tokens and four fields.
+
+    Args:
+        teacher: a second model that reads the teacher's prompts, whose weights are not counted; None if it is the student.
 
     Returns:
         "model"; "program" (libraries, data; on CPUs only); "adapter, teacher, optimizer"; and the larger one of "sampling" and
@@ -156,7 +161,7 @@ def memory_of_step(args: SelfDistillConfig, model: PeftModel, checkpointing: boo
     frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
     held = held_memory(device)
     copies, caches, prompts = sampling_memory(args, model)
-    training = training_memory(args, model, checkpointing)
+    training = training_memory(args, model, checkpointing, teacher)
     keeps = device.type == "cuda" and args.rollouts == "hf"
     sampling = prompts + (0 if keeps else copies + caches)
     return {
@@ -187,11 +192,13 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
         rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // BUCKET) * BUCKET
         first = read * width * per_token
+        if read > 1:  # prompts of different lengths: a mask of bytes, and that which PyTorch's attention makes of it
+            first += read * width**2 * (1 + causal_lm.dtype.itemsize)
     first += (most - rows) * columns * per_token + SCORES * 4 * most * config.vocab_size
     return copies, rows * columns * per_token, first + pass_memory(model, read, width)
 
 
-def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
+def pass_memory(model: PreTrainedModel | PeftModel, sequences: int, tokens: int) -> float:
     """Bytes at the peak of a forward pass without gradient."""
 
     def measure() -> tuple[float]:
@@ -203,23 +210,25 @@ def pass_memory(model: PeftModel, sequences: int, tokens: int) -> float:
     return over_layers(unwrap(model), measure, (roughly,))[0]
 
 
-def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bool) -> float:
+def training_memory(
+    args: SelfDistillConfig, model: PeftModel, checkpointing: bool, teacher: PreTrainedModel | PeftModel | None = None
+) -> float:
     """Bytes at the peak of a micro-batch: the student's activations, with the teacher's pass, the head or the backward pass.
 
     Or of what is scored before and after them: the responses of the step, or samples of an evaluation, without activations.
     """
-    causal_lm, objective = unwrap(model), load_objective(args.method, args.method_settings)
+    causal_lm, objective, reader = unwrap(model), load_objective(args.method, args.method_settings), teacher or model
     config, width = causal_lm.config.get_text_config(), causal_lm.dtype.itemsize
     sequences = args.per_device_train_batch_size * objective.responses_per_prompt
     longest = args.max_context_tokens
     length = min(args.max_prompt_tokens + args.max_new_tokens, longest)
     # Responses whose views may share a pass
     together = sequences * args.gradient_accumulation_steps if prepares(objective) else sequences
-    shares = shares_prefixes(args.share_prefixes, model, args.device)
+    shares = shares_prefixes(args.share_prefixes, reader, args.device)
     tokens = packed_tokens(args.tokens_per_forward, args.device) if shares else args.tokens_per_forward
-    prefix = longest * cache_bytes_per_token(config, causal_lm.dtype) if shares else 0
+    prefix = longest * cache_bytes_per_token(unwrap(reader).config.get_text_config(), unwrap(reader).dtype) if shares else 0
     views = together * views_per_response(args, objective)
-    teacher = pass_memory(model, int(min(views, max(1, tokens // longest))), longest)
+    read = pass_memory(reader, int(min(views, max(1, tokens // longest))), longest)
     head = head_memory(args.device, objective, sequences * args.max_new_tokens, config.vocab_size, causal_lm.dtype)
 
     def measure() -> tuple[float, float]:
@@ -236,7 +245,7 @@ def training_memory(args: SelfDistillConfig, model: PeftModel, checkpointing: bo
     with recomputing(causal_lm, checkpointing):
         kept, peak = over_layers(causal_lm, measure, (roughly, roughly + of_block))
     scored = scoring_memory(args, model, objective)
-    return max(peak, scored, teacher + together * prefix, kept + max(teacher + sequences * prefix, head))
+    return max(peak, scored, read + together * prefix, kept + max(read + sequences * prefix, head))
 
 
 def scoring_memory(args: SelfDistillConfig, model: PeftModel, objective: Objective) -> float:

@@ -633,8 +633,8 @@ class SelfDistillTrainer(ResumableTrainer):
         Args:
             resume_from_checkpoint: None or "auto" resumes from the newest complete checkpoint of the run directory, if there is one;
                 True requires one; a path names one; False starts over and replaces the run.
-            allow_changes: settings (and `train_data`, `eval_data`, `base_model`, `tokenizer`, `world_size`) that may differ from those
-                of the checkpoint, by name; the new values apply from there on.
+            allow_changes: settings (and `train_data`, `eval_data`, `base_model`, `tokenizer`, `world_size`, `teacher_weights`,
+                `judge_file`) that may differ from those of the checkpoint, by name; the new values apply from there on.
             preflight: log the errors and warnings of a preflight first, which takes seconds; by default unless `args.disable_tqdm`.
 
         Returns:
@@ -714,9 +714,10 @@ class SelfDistillTrainer(ResumableTrainer):
         try:
             examples = self.task.examples(args.eval_split, 8 * count, args.eval_subset_seed, args.data_dir)
             show = partial(self.on_progress, "answers to attribute", total=len(examples))
-            rollouts, _ = answer_examples(
-                self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
-            )
+            with getattr(self.rollout_engine, "returning_memory", nullcontext)():  # training has fewer prompts at once
+                rollouts, _ = answer_examples(
+                    self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
+                )
             inspector = Inspector(args, self.model, self.teacher, self.head)
             if records := inspector.wrong_answers(rollouts, count, partial(self.on_progress, "attribution", total=count)):
                 save_attribution(records, Path(args.run_dir), step)

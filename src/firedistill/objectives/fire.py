@@ -5,8 +5,8 @@ Wrong responses are distilled towards the EMA teacher that sees the feedback. Wh
 by leave-one-field-out attribution, then contracted onto the radius.
 
 Symbols are the paper's, equations fire_radius to fire_objective. `fire_target` and `sft_weight` state the method on logits;
-`firedistill.ops.fire_head` computes the same from hidden states. Leave-one-out views are scored only where the gate `chi` is above 0,
-since they matter nowhere else.
+`firedistill.ops.fire_head` computes the same from hidden states. Leave-one-out views matter only where the gate `chi` is above 0:
+they are scored for responses with such a token, up to the last one.
 """
 
 from __future__ import annotations
