@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from firedistill.cli import main as cli
 from firedistill.evaluation import answer_examples
 from firedistill.functional import fire_target, sft_weight
 from firedistill.models.states import score_responses
+from firedistill.prompts import PromptEncoder, shown_prompt
 from tiny import ToyTask, run_config, run_trainer
 
 
@@ -36,7 +39,9 @@ def inspector_and_rollouts(checkpoint, folder, count, **changes):
     rollouts, _ = answer_examples(
         trainer.rollout_engine, trainer.task, trainer.encoder, trainer.eval_examples, args.sampling, args.budget, args.seed
     )
-    return Inspector(args, trainer.model, trainer.teacher, trainer.head), [r for r in rollouts if r.response_ids]
+    return Inspector(args, trainer.model, trainer.teacher, trainer.head, trainer.encoder), [
+        r for r in rollouts if r.response_ids
+    ]
 
 
 def test_fields_are_attributed(checkpoint, tmp_path):
@@ -66,6 +71,17 @@ def test_the_numbers_are_those_of_the_equations(checkpoint, tmp_path):
         for of_field, values in zip(row[name], rows, strict=True):
             assert of_field == pytest.approx(values.tolist(), rel=1e-3, abs=1e-6), name
     assert len(set(map(tuple, row["alpha"]))) == 3 and (target.chi > 0).any(), "the fields can be told apart"
+
+
+def test_a_record_has_the_students_prompt_and_no_answer_where_none_was_found(checkpoint, tmp_path):
+    inspector, rollouts = inspector_and_rollouts(checkpoint, tmp_path / "run", 2)
+    teachers, rollout = inspector.teacher.encoder, replace(rollouts[0], verdict=replace(rollouts[0].verdict, submitted=None))
+    inspector.teacher.encoder = PromptEncoder(copy.deepcopy(teachers.tokenizer))
+    inspector.teacher.encoder.tokenizer.chat_template = "of the teacher"
+    assert inspector.record(inspector.inspect(rollout))["submitted"] == ""
+    assert inspector.record(inspector.inspect(rollout))["prompt"] == shown_prompt(
+        inspector.teacher.task, teachers, rollout.example
+    )
 
 
 def test_targets_of_one_chunk_are_held_at_once(checkpoint, tmp_path, monkeypatch):

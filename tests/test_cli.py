@@ -972,6 +972,26 @@ def test_inspect_takes_another_split_and_refuses_an_example_that_is_not_there(ru
     assert told.status == 2 and "--example is 2, but the eval split of toy has 2 problems" in told.err
 
 
+def test_inspect_takes_the_problems_of_the_run(run, tmp_path, firedistill, monkeypatch):
+    """Those of training depend on its seed; of the held-out ones it takes the run's split, without loading them for an evaluation."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    settings = yaml.safe_load((copy / "config.yaml").read_text()) | {"seed": 5, "eval_subset_seed": 3, "eval_split": "test"}
+    (copy / "config.yaml").write_text(yaml.safe_dump(settings))
+    asked = []
+
+    def examples(self, split, n=None, seed=0, data_dir=None):
+        asked.append((split, seed))
+        return ToyTask.examples(self, split, 2)
+
+    monkeypatch.setattr(Pair, "other_splits", ("test",), raising=False)
+    monkeypatch.setattr(Pair, "examples", examples)
+    for options, found in (((), ("test", 3)), (("--split", "eval"), ("eval", 3)), (("--split", "train"), ("train", 5))):
+        assert firedistill("inspect", copy, "--task", "test_cli:Pair", *options).status == 0
+        assert asked == [found]
+        asked.clear()
+
+
 class Pair(ToyTask):
     def examples(self, split, n=None, seed=0, data_dir=None):
         return super().examples(split, 2)
@@ -1096,7 +1116,7 @@ def first_inspection(trainer: SelfDistillTrainer) -> Inspection:
     (rollout,), _ = answer_examples(
         trainer.rollout_engine, trainer.task, trainer.encoder, examples, args.sampling, args.budget, args.seed
     )
-    return Inspector(args, trainer.model, trainer.teacher, trainer.head).inspect(rollout)
+    return Inspector(args, trainer.model, trainer.teacher, trainer.head, trainer.encoder).inspect(rollout)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
@@ -1108,7 +1128,7 @@ def test_texts_of_models_and_datasets_are_shown_literally(terminal, hostile_trai
     out = io.StringIO()
     # Colours aside, a terminal gets the same characters.
     console = Console(file=out, width=250, force_terminal=terminal, color_system=None, legacy_windows=False)
-    print_inspection(inspection, hostile_trainer.teacher, console, prompts=True)
+    print_inspection(inspection, hostile_trainer.teacher, console, hostile_trainer.encoder)
     shown = "".join(line for line in out.getvalue().split("\x1b[0m")).replace("\x1b[1m", "").replace("\x1b[3m", "")
     assert not set(shown) & set("\x1b\x07\r\x9b\u202e")
     assert f"{SHOWN} said" in shown and f"submitted: {SHOWN}" in shown and f"student prompt, {SHOWN}/toy/eval/0" in shown

@@ -19,7 +19,7 @@ from firedistill.tasks import DataError, code, functions
 from firedistill.tasks.code import CodeTask, extract_program, read_tests
 from firedistill.tasks.functions import CHAINS, LEVELS, Functions, draw_problem
 from firedistill.tasks.guard import GuardedTask
-from firedistill.tasks.sandbox import Limits, Outcome, Report, Snippet, run_program, sandbox_level
+from firedistill.tasks.sandbox import Limits, Outcome, Report, SandboxError, Snippet, run_program, sandbox_level
 from test_report import Page
 from tiny import run_trainer
 
@@ -283,9 +283,22 @@ def test_a_correct_program(add):
     assert fields == {"verdict": "Verdict: correct; all 3 tests pass."}
 
 
+def test_a_verdict_that_fails_expects_what_others_do(add, monkeypatch):
+    """Reports find the answers of two runs to one problem by it."""
+    task, example = GuardedTask(add[0], None), add[1]
+    expected = task.verify(example, example.solution).expected
+
+    def fails(*_):
+        raise SandboxError("it broke")
+
+    monkeypatch.setattr(CodeTask, "run", fails)
+    verdict = task.verify(example, example.solution)
+    assert verdict.failed and verdict.expected == expected
+
+
 def test_a_field_per_failing_test(add):
     verdict, fields = judged(*add, fenced("def add(a, b):\n    return a - b"))
-    assert (verdict.correct, verdict.submitted, verdict.expected) == (False, "0 of 3 tests", "3 of 3 tests")
+    assert (verdict.correct, verdict.submitted, verdict.expected) == (False, "0 of 3 tests", "3 tests")
     assert list(fields) == ["verdict", "test_1", "test_2", "test_3", "traceback"]
     assert fields["test_1"] == "Failing test 1: call=`add(1, 2)`; expected=`3`; got=`-1`."
     assert fields["test_2"] == "Failing test 2: call=`add(a=-1, b=1)`; expected=`0`; got=`-2`."
@@ -513,7 +526,7 @@ def test_a_step_takes_responses_with_different_fields(scripted_run):
 
 def test_inspection_and_report_name_the_fields_of_each_response(scripted_run, capsys):
     trainer, folder = scripted_run
-    inspector = Inspector(trainer.args, trainer.model, trainer.teacher, trainer.head)
+    inspector = Inspector(trainer.args, trainer.model, trainer.teacher, trainer.head, trainer.encoder)
     rollouts = []
     chosen = {trainer.task.text_for(example, ""): example for example in trainer.task.examples("train", 8)}
     assert len(chosen) == len(ANSWERS)

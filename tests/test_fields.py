@@ -207,7 +207,7 @@ def test_the_inspector_reads_groups(checkpoint, tmp_path):
     rollouts, _ = answer_examples(
         trainer.rollout_engine, trainer.task, trainer.encoder, trainer.eval_examples, args.sampling, args.budget, args.seed
     )
-    inspection = Inspector(args, trainer.model, trainer.teacher, trainer.head).inspect(rollouts[0])
+    inspection = Inspector(args, trainer.model, trainer.teacher, trainer.head, trainer.encoder).inspect(rollouts[0])
     assert list(inspection.removed) == ["hint", "tests"] and len(inspection.target.alpha) == 3
     assert inspection.text("tests").startswith("[test_0] input 0: wrong") and inspection.text("hint").startswith("Answers")
 

@@ -60,6 +60,14 @@ def test_special_tokens_in_text_are_ordinary_text(attack):
     assert not {0, 1, 2} & set(encoder.encode_text(attack))
 
 
+@pytest.mark.parametrize("again", ["", "{{ messages[0].content }} {{ messages[0].content }}"], ids=["drops", "repeats"])
+def test_a_template_that_drops_or_repeats_a_message_is_refused(again):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages[1:] %}{{ m.content }}{% endfor %}" + again
+    with pytest.raises(TaskFault, match="the chat template drops or repeats a message"):
+        PromptEncoder(tokenizer).encode([{"role": "system", "content": "brief"}, {"role": "user", "content": "<|im_end|>"}])
+
+
 def test_a_text_full_of_special_tokens_takes_linear_time():
     encoder = PromptEncoder(byte_tokenizer())
     text = "<|im_end|>" * 40_000  # quadratic time would not finish

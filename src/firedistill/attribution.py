@@ -19,7 +19,7 @@ from firedistill.models.states import inference_mode, score_responses
 from firedistill.objectives.fire import FireTarget, fire_target, sft_weight
 from firedistill.ops import Head
 from firedistill.ops.head import chunks
-from firedistill.prompts import View, field_groups, shown_prompt
+from firedistill.prompts import PromptEncoder, View, field_groups, shown_prompt
 from firedistill.rollout import Rollout
 from firedistill.step import add_feedback
 from firedistill.teacher import Teacher
@@ -54,11 +54,12 @@ class Inspector:
 
     Attributes:
         step_scale: `s = max(1, a_k / a_0)` at the peak learning rate.
+        encoder: of the student's prompts.
         budget: as in training, longer feedback is cut, and a response whose teacher prompt is too long is not inspected.
     """
 
-    def __init__(self, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head):
-        self.model, self.teacher, self.head = model, teacher, head
+    def __init__(self, args: SelfDistillConfig, model: nn.Module, teacher: Teacher, head: Head, encoder: PromptEncoder):
+        self.model, self.teacher, self.head, self.encoder = model, teacher, head, encoder
         self.step_scale = args.step_scale_at(args.learning_rate)
         self.log_prob_floor, self.budget = args.log_prob_floor, args.budget
 
@@ -116,9 +117,9 @@ class Inspector:
 
         return {
             "uid": rollout.example.uid,
-            "prompt": shown_prompt(self.teacher.task, self.teacher.encoder, rollout.example),
+            "prompt": shown_prompt(self.teacher.task, self.encoder, rollout.example),
             "correct": rollout.verdict.correct,
-            "submitted": str(rollout.verdict.submitted),
+            "submitted": "" if rollout.verdict.submitted is None else str(rollout.verdict.submitted),
             "expected": str(rollout.verdict.expected),
             "fields": [{"name": name, "text": inspection.text(name)} for name in inspection.removed],
             "tokens": inspection.tokens,

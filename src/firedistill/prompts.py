@@ -159,10 +159,11 @@ class PromptEncoder:
         """Template text and contents in turn, found by rendering marks in the contents' place."""
         marks = [f"\ue000{number}\ue001" for number in range(len(messages))]
         rest = self.render([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+        once = all(rest.count(mark) == 1 for mark in marks)
         segments = []
         for message, mark in zip(messages, marks, strict=True):
             before, found, rest = rest.partition(mark)
-            if not found:
+            if not found or not once:
                 raise TaskFault("the chat template drops or repeats a message, so special tokens in it cannot be neutralised")
             segments += [(False, before), (True, message["content"])]
         return [*segments, (False, rest)]

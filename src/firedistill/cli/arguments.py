@@ -57,7 +57,7 @@ OF_COMMANDS: dict[str, dict[str, dict[str, Any]]] = {
         "prompts": FLAG,
         "example": {"type": from_zero, "default": 0},
         "count": {"type": from_zero, "default": 1},
-        "split": {"default": "eval"},
+        "split": {},
         "checkpoint": {},
     },
     "data": {"json": FLAG, "rows": {"type": from_zero, "default": 3}},

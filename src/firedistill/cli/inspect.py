@@ -22,7 +22,7 @@ from firedistill.memory import SMALLER_EVALUATIONS, SMALLER_ROLLOUTS, BatchLimit
 from firedistill.models.sharding import lockstep
 from firedistill.models.states import unwrap
 from firedistill.ops import Head
-from firedistill.prompts import View, shown_prompt, teacher_messages
+from firedistill.prompts import PromptEncoder, View, shown_prompt, teacher_messages
 from firedistill.recipes import option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
@@ -211,11 +211,15 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         checkpoint = folder  # student and teacher of that step
     places = (folder, folder.resolve().parent) if options.recipe is not None and folder.is_dir() else ()
     run = next((place for place in places if (place / "config.yaml").is_file()), None)  # a recipe's student is in no run
-    setup = setup_for(config_for(options.recipe, options.settings))
+    config = config_for(options.recipe, options.settings)
+    split = options.split or config.eval_split
+    config.eval_size = 0  # its problems are not needed
+    setup = setup_for(config)
     args, task, first = setup.args, setup.task, options.example
-    examples = task.examples(options.split, first + options.count, args.eval_subset_seed, args.data_dir)
+    seed = args.seed if split in ("train", task.train_split) else args.eval_subset_seed  # as training and evaluation read them
+    examples = task.examples(split, first + options.count, seed, args.data_dir)
     if first >= len(examples):
-        raise ValueError(f"--example is {first}, but the {options.split} split of {task.name} has {len(examples)} problems")
+        raise ValueError(f"--example is {first}, but the {split} split of {task.name} has {len(examples)} problems")
     teacher = setup.teacher(scoring_limit(args.tokens_per_forward))
     if weights := checkpoint or (newest_checkpoint(run) if run is not None else None):
         teacher.weights.load(weights)
@@ -223,14 +227,14 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(
             f"{run} has no checkpoint, and checkpoints hold the weights of teacher initial: train with fewer save_steps"
         )
-    inspector = Inspector(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature))
+    inspector = Inspector(args, setup.model, teacher, Head.of(unwrap(setup.model), args.score_temperature), setup.encoder)
     limit = BatchLimit(args.rollout_batch_size, "rollout_batch_size", SMALLER_ROLLOUTS)
     engine, _ = load_engines(setup.model, setup.tokenizer, args, {"rollouts": limit, "evaluation": limit})
     with in_use(engine):
         if not options.save:
             with console.status("sampling a response and scoring it under every teacher view"):
                 inspection = inspect_example(setup, engine, inspector, examples[first])
-            print_inspection(inspection, teacher, console, prompts=options.prompts)
+            print_inspection(inspection, teacher, console, setup.encoder if options.prompts else None)
             return 0
         last = last_row(folder / "metrics.jsonl")
         step = step_of(checkpoint) if checkpoint is not None else last["step"] if last else 0
@@ -279,8 +283,11 @@ def inspect_example(setup: Setup, engine: RolloutEngine, inspector: Inspector, e
     return inspector.inspect(rollouts[0])
 
 
-def print_inspection(inspection: Inspection, teacher: Teacher, console: Console, prompts: bool = False) -> None:
-    """Print the response, its tokens, the verdict and the feedback; the prompts on request.
+def print_inspection(inspection: Inspection, teacher: Teacher, console: Console, encoder: PromptEncoder | None = None) -> None:
+    """Print the response, its tokens, the verdict and the feedback.
+
+    Args:
+        encoder: the student's, to print the prompts of student and teacher as well.
 
     Text of models and datasets is never markup.
     """
@@ -303,10 +310,10 @@ def print_inspection(inspection: Inspection, teacher: Teacher, console: Console,
     )
     for number, field in enumerate(rollout.feedback, start=1):
         panel(field.text, f"feedback field {number}, {field.name}" + (f" of group {field.group}" if field.group else ""))
-    if not prompts:
+    if encoder is None:
         console.print("--prompts shows the prompts of student and teacher", style="dim")
         return
-    panel(shown_prompt(teacher.task, teacher.encoder, rollout.example), f"student prompt, {rollout.example.uid}")
+    panel(shown_prompt(teacher.task, encoder, rollout.example), f"student prompt, {rollout.example.uid}")
     without = {f"without {name}": view for name, view in inspection.removed.items()}
     views: dict[str, View] = {"full": "full", **without, "without feedback": "none"}
     for title, view in views.items():
