@@ -162,6 +162,20 @@ def test_the_fingerprint_is_that_of_what_the_replies_depend_on(tmp_path):
         {"extra": {"a": 1}},
     ):
         assert replace(file, **other).fingerprint != file.fingerprint
+    one, other = (replace(file, criteria=dict.fromkeys(order, "clear?")) for order in ("ab", "ba"))
+    assert one.fingerprint != other.fingerprint, "the fields of feedback have this order"
+
+
+def test_judges_of_the_same_task_have_columns_of_their_own(tmp_path):
+    """Two trainers of one process, for instance."""
+    task = load_task([{"question": f"{n}?", "answer": n, "hint": f"h{n}", "other": f"o{n}"} for n in range(10)])
+    first, second = (
+        JudgedTask(task, None, replace(load_judge(judge_file(tmp_path, "http://host/v1")), prompt=f"{{row.{column}}}"))
+        for column in ("hint", "other")
+    )
+    for judged, column in ((first, "hint"), (second, "other"), (first, "hint")):
+        assert list(judged.examples("train", 1)[0].metadata["kept"]) == [column]
+    assert "kept" not in task.examples("train", 1)[0].metadata
 
 
 # What is asked

@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.config import effect
-from firedistill.objectives import Metrics, Objective, registered_objectives
+from firedistill.objectives import Metrics, Objective, batches, registered_objectives
 from firedistill.run import checkpoints, signals
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
 from firedistill.run.identity import choose, differences, to_plain, tokenizer_fingerprint
@@ -68,6 +68,28 @@ def interrupted(
     trainer.callback_handler.callbacks.insert(-1, At(step, action))  # before the stop request is checked
     trainer.train()
     return trainer
+
+
+@pytest.mark.parametrize("method", ["fire", "top_d"])
+def test_an_interrupted_step_leaves_nothing_behind(method, model, tmp_path, monkeypatch):
+    """The same trainer trains again with the teacher of the checkpoint. `top_d` is interrupted while the teacher's reading is kept."""
+    train(model, tmp_path / "whole", method, 4)
+    trainer = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", method, 4), task=RandomTask())
+    place, name = (trainer.objective, "loss") if method == "fire" else (batches, "sampled_log_probs")
+    function, interrupted_at = getattr(place, name), []
+
+    def interrupts(*args):
+        if trainer.state.global_step == 3 and not interrupted_at and (method == "fire" or trainer.teacher.caches):
+            interrupted_at.append(3)
+            raise KeyboardInterrupt
+        return function(*args)
+
+    monkeypatch.setattr(place, name, interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert bool(trainer.teacher.caches) == (method == "top_d")
+    trainer.train()
+    assert interrupted_at and same_runs(tmp_path / "whole", tmp_path / "run") == []
 
 
 TWO_RUNS = """

@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 import yaml
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import IA3Config, LoraConfig, PeftModel, TaskType, get_peft_model, inject_adapter_in_model
 from transformers import GenerationConfig
 
 from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup, task
@@ -209,7 +209,7 @@ def test_an_adapter_that_is_given_stays(config, tmp_path):
 
 
 def lora(**changes) -> LoraConfig:
-    return LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "q_proj"], **changes})
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "q_proj"], **changes})
 
 
 def test_the_adapter_that_is_given_is_recorded(config):
@@ -317,6 +317,7 @@ def test_adapters_that_would_be_read_back_otherwise_are_refused(changes, complai
     [
         {"use_rslora": True, "rank_pattern": {"layers.1.self_attn.q_proj": 2}, "alpha_pattern": {"v_proj": 64}},
         {"init_lora_weights": "gaussian", "target_modules": "all-linear"},
+        {"task_type": TaskType.CAUSAL_LM},
     ],
     ids=str,
 )
@@ -324,6 +325,14 @@ def test_adapters_that_are_accepted_can_be_read_back(changes, config, tmp_path):
     model = get_peft_model(random_model(), lora(**changes))
     load_setup(config(), model=model, tokenizer=byte_tokenizer()).model.save_pretrained(tmp_path)
     assert same(load_adapter(random_model(), tmp_path), model)
+
+
+def test_the_type_of_an_adapter_that_is_in_use_is_not_changed_silently(config):
+    settings = {"model_dtype": "bfloat16"}
+    first = load_setup(config(**settings, lora_dtype="base"))
+    load_setup(config(**settings, lora_dtype="base"), model=first.model, tokenizer=first.tokenizer)
+    with pytest.raises(ValueError, match="lora_dtype is float32, but the adapter of the model already computes in the type of"):
+        load_setup(config(**settings, lora_dtype="float32"), model=first.model, tokenizer=first.tokenizer)
 
 
 def test_arguments_of_other_types_are_refused(config, model):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
 from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
-from firedistill.models.adapter import compute_in_base_dtype
+from firedistill.models.adapter import compute_in_base_dtype, computes_in_base_dtype
 from firedistill.models.attention import has_bfloat16, use_own_attention
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer, weight_bytes
@@ -294,6 +294,11 @@ def load_student(
     student = sort_targets(model)
     if args.lora_dtype == "base":
         compute_in_base_dtype(student)
+    elif computes_in_base_dtype(student):
+        raise ValueError(
+            "lora_dtype is float32, but the adapter of the model already computes in the type of the base, as an earlier trainer "
+            "has set it: set lora_dtype to base, or load the model and its adapter again"
+        )
     return student, tokenizer, decided
 
 

@@ -606,6 +606,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
     def begin_run(self, step: int) -> None:
         """Open the run directory and remove the rows that the run will write again."""
+        self.drop_unfinished_step()
         given = gather_object([self.identity()["given"]])
         if different := sorted({name for other in given for name in other if other[name] != given[0][name]}):
             raise ValueError(
@@ -622,6 +623,16 @@ class SelfDistillTrainer(ResumableTrainer):
         if self.is_world_process_zero() and step == 0:
             self.save_attributions(step)
         wait_for_processes(self.model)
+
+    def drop_unfinished_step(self) -> None:
+        """Forget what an interrupted step has read and counted; its teacher had other weights than the one of the checkpoint."""
+        self.teacher.forget()
+        self.teacher.rendered.clear()
+        self.teacher.take_metrics()
+        metrics_of(self.rollout_engine)
+        self.guarded.take_counts()
+        for limit in self.limits.values():
+            limit.halved = 0
 
     def preflight(self) -> Preflight:
         """What can be known before the first step: findings with fixes, the memory estimate, what was chosen for the device."""
@@ -718,7 +729,7 @@ class SelfDistillTrainer(ResumableTrainer):
                 rollouts, _ = answer_examples(
                     self.rollout_engine, self.task, self.encoder, examples, args.sampling, args.budget, args.seed, show
                 )
-            inspector = Inspector(args, self.model, self.teacher, self.head)
+            inspector = Inspector(args, self.model, self.teacher, self.head, self.encoder)
             if records := inspector.wrong_answers(rollouts, count, partial(self.on_progress, "attribution", total=count)):
                 save_attribution(records, Path(args.run_dir), step)
         except (ValueError, OSError) as error:  # a task's data, memory, the disk

@@ -49,6 +49,10 @@ def compute_in_base_dtype(model: PeftModel) -> PeftModel:
     return model
 
 
+def computes_in_base_dtype(model: PeftModel) -> bool:
+    return any(isinstance(module, LoraLayer) and "forward" in vars(module) for module in model.modules())
+
+
 class Lora(NamedTuple):
     """A layer whose one active adapter adds `s dropout(x) A^T B^T` and nothing else.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import json
 import os
 import re
@@ -291,7 +292,10 @@ def check_adapter(model: PeftModel) -> None:
         ModelError: a setting is not supported, names a layer that is not linear, or does not give one rank and one alpha to each layer.
     """
     (config,) = model.peft_config.values()
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    plain = {  # as in its file
+        key: sorted(value) if isinstance(value, set) else value.value if isinstance(value, enum.Enum) else value
+        for key, value in config.to_dict().items()
+    }
     settings = supported_settings(plain, "the model's adapter")
     declared = _declared_factors(model.get_base_model(), "the model's adapter cannot be read back", settings)
     factors = get_peft_model_state_dict(model, save_embedding_layers=False)

@@ -174,6 +174,9 @@ class ChatEndpoint:
         secret = len(self.key) >= SECRET
         return answer.status_code, answer.headers, found.replace(self.key.encode(), b"[key]") if secret else found
 
+    def _without_key(self, text: str) -> str:
+        return text.replace(self.key, "[key]") if len(self.key) >= SECRET else text
+
     def _described(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
             return f"no answer within {self.timeout:g} s"
@@ -212,9 +215,8 @@ class ChatEndpoint:
             )
             raise JudgeError(f"{where} refuses {held} (status {status}: {said})")
         if 300 <= status < 400:
-            raise JudgeError(
-                f"{where} redirects to {headers.get('Location', 'nowhere')[:200]!r}, which is not followed: name that url"
-            )
+            place = self._without_key(headers.get("Location", "nowhere"))[:200]
+            raise JudgeError(f"{where} redirects to {place!r}, which is not followed: name that url")
         if status != 200:
             raise JudgeError(f"{where} refuses a request (status {status}: {said})")
         try:

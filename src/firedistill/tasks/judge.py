@@ -114,7 +114,10 @@ class JudgeFile:
     def fingerprint(self) -> str:
         """A hash of everything that the replies and their use depend on, but where the judge is and how it is reached."""
         elsewhere = ("url", "key", "concurrency", "timeout", "retries", "price")
-        return digest({name: value for name, value in asdict(self).items() if name not in elsewhere})
+        order = [
+            list(names or ()) for names in (self.reply, self.criteria, self.fields)
+        ]  # that of the request and of the fields
+        return digest({name: value for name, value in asdict(self).items() if name not in elsewhere} | {"order": order})
 
     def cost(self, prompt_tokens: float, reply_tokens: float) -> float:
         return (prompt_tokens * self.price.get("input", 0.0) + reply_tokens * self.price.get("output", 0.0)) / 1e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import defaultdict
 from contextlib import suppress
@@ -53,16 +54,17 @@ class JudgedTask(GuardedTask):
     judge_file: JudgeFile
 
     def __init__(self, task: Task, seconds: float | None, file: JudgeFile):
-        super().__init__(task, seconds)
-        self.unjudged, self.judge_file = GuardedTask(task, seconds), file
         columns: list[str] = []
         if isinstance(task, TableTask):
             task.prepare()
             task.find_columns(name.removeprefix("row.") for name in in_braces(file.prompt) if name.startswith("row."))
             columns = task.known_columns
-        self.asks = Judge(file, columns)
+        self.asks, self.judge_file = Judge(file, columns), file
         if isinstance(task, TableTask):
+            task = copy.copy(task)  # another trainer may have another judge for the same task
             task.kept_columns = self.asks.columns
+        super().__init__(task, seconds)
+        self.unjudged = GuardedTask(task, seconds)
         self.counts: dict[str, float] = defaultdict(int)
 
     @property
