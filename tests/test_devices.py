@@ -160,7 +160,7 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
     assert second.rollout_engine.merge_adapter is False
     assert second.checkpoint_to_resume(None) is not None
     assert second.args.merge_adapter is True and second.rollout_engine.merge_adapter is second.eval_engine.merge_adapter is None
-    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda args, model: {})
+    monkeypatch.setattr("firedistill.setup.decide_for_device", lambda *_: {})
     explicit = run_trainer(checkpoint, tmp_path / "run", max_steps=2, merge_adapter=False)
     with pytest.raises(ValueError, match="merge_adapter was True, is False"):
         explicit.checkpoint_to_resume(None)
