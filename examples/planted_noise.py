@@ -94,7 +94,7 @@ def measure(model: str, task, problems: int, seed: int, max_new_tokens: int):
     teacher = Teacher(setup.model, setup.task, setup.encoder, rate=args.ema_rate)
     limit = BatchLimit(problems, "problems", "lower problems")
     engine, _ = load_engines(setup.model, setup.tokenizer, setup.args, {"rollouts": limit, "evaluation": limit})
-    inspector = Inspector(setup.args, setup.model, teacher, Head.of(unwrap(setup.model), 1.0))
+    inspector = Inspector(setup.args, setup.model, teacher, Head.of(unwrap(setup.model), 1.0), setup.encoder)
     rollouts, _ = answer_examples(
         engine, setup.task, setup.encoder, setup.eval_examples, args.sampling, setup.args.budget, seed
     )

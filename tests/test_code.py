@@ -208,7 +208,7 @@ def test_helpers_stand_beside_the_tests():
         ({"tests": ["assert (add(1, 2) == 3, 'sum')"]}, "a tuple is always true"),
         (
             {"entry_point": "add(a, b)"},
-            r"field 'entry_point' is 'add\(a, b\)'; write the name of the function without arguments",
+            r"field 'entry_point' is 'add\(a, b\)'; write it as `add`",
         ),
         ({"prompt": " "}, "field 'prompt': expected text, found only blanks"),
         (
@@ -249,6 +249,9 @@ def test_a_source_that_is_no_file():
         ('```python\ndef add(a):\n    """\n    ```python\n    add(1)\n    ```\n    """\n```', None, True),
         ("First: ```python\ndef add(a): 1\n```\nBut\n```python \ndef add(a): 2\n```", "def add(a): 2\n", True),
         ("<think>No</think>```python\ndef add(a): 1\n```\nIt adds.", "def add(a): 1\n", True),
+        ("```add```\nSo:\n```\ndef add(a): 1\n```\n", "def add(a): 1\n", True),
+        ("```python\ndef add(a): 1\n``` It calls `add`.", "def add(a): 1\n", True),
+        ("```python\ndef add(a): 1\n```output\n3\n```", "def add(a): 1\n", False),
         ("Write ```add``` so:\n```\ndef add(a): 1\n```", "def add(a): 1\n", True),
         ("```python\nx = 1\n```python\ndef add(a): 1\n```", "def add(a): 1\n", True),
         ("1. So:\n\t```python\n\tdef add(a):\n\t\treturn 1\n\t```", "def add(a):\n\treturn 1\n", True),

@@ -325,7 +325,7 @@ def test_a_run_that_a_callback_has_ended_is_finished(tmp_path):
     assert not read_run(run).finished
     (run / "finished.json").write_text('{"step": 4}')
     assert read_run(run).finished and read_run(run).final("accuracy") == 0.75
-    assert read_study([run]).notes == []
+    assert read_study([run]).notes == ["a was ended by a callback after step 4 of 10."]
 
 
 def test_a_run_without_its_last_evaluation_is_said_to_lack_it(tmp_path):

@@ -104,7 +104,7 @@ class PromptEncoder:
         """Token ids of the messages followed by the opening of the assistant's turn.
 
         Raises:
-            TaskFault: the chat template raises, takes too long, or drops a message.
+            TaskFault: the chat template raises, takes too long, or drops or repeats a message.
         """
         return self.encode_pieces([self.pieces(messages)])[0]
 

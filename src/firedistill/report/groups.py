@@ -211,7 +211,9 @@ _OTHER_RATE = re.compile(r"(?:^| )[\d.e+-]+x$")  # at the end of a variant, afte
 
 def reference_rate(runs: Sequence[Run]) -> float:
     """The learning rate of the comparison: the suite's main rate, else the one that most methods share, else the first."""
-    planned = [run.learning_rate for run in runs if run.variant is not None and not _OTHER_RATE.search(run.variant)]
+    planned = [run.learning_rate for run in runs if run.variant == ""]
+    if not planned:  # all blocks have labels
+        planned = [run.learning_rate for run in runs if run.variant is not None and not _OTHER_RATE.search(run.variant)]
     methods = {(run.learning_rate, run.method) for run in runs if not planned or run.learning_rate in planned}
     counts = Counter(rate for rate, _ in methods)
     return max((run.learning_rate for run in runs if run.learning_rate in counts), key=lambda rate: counts[rate])

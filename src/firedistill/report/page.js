@@ -272,7 +272,7 @@ const example = () => source().examples[Number(byId("example").value)];
 function drawExample() {
   const shown = example();
   byId("question").textContent = shown.question;
-  byId("judged").textContent = `${shown.correct ? "Right" : "Wrong"}: the student answered ${shown.submitted || "nothing that was found"}, expected is ${shown.expected}.` +
+  byId("judged").textContent = `${shown.correct ? "Right" : "Wrong"}: ${shown.submitted ? `the student answered ${shown.submitted}` : "no answer was found"}, expected is ${shown.expected}.` +
     (shown.correct ? " A right answer is weighted by β; what the feedback would change is shown nevertheless." : "");
   byId("prompt").textContent = shown.prompt;
   byId("fields").replaceChildren(...shown.fields.map((field, index) => {

@@ -162,6 +162,8 @@ def read_runs(paths: Sequence[str | Path]) -> tuple[list[Run], list[str], list[s
             notes.append(f"{run.name} is not finished: the evaluation after its last step is missing.")
         elif not run.finished:
             notes.append(f"{run.name} is not finished: step {run.step} of {run.max_steps}.")
+        elif run.max_steps != run.config["max_steps"]:
+            notes.append(f"{run.name} was ended by a callback after step {run.max_steps} of {run.config['max_steps']}.")
         elif run.config.get("eval_size") and not len(run.evaluations):
             notes.append(f"{run.name} has no evaluation, and counts in no accuracy.")
     started = [run for run in runs.values() if len(run.metrics)]

@@ -34,8 +34,8 @@ PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
     ("solution", "canonical_solution", "code"),
 )
 
-_FENCE = re.compile(r"([ \t]*)```(?:(\w\S*)\s*|[^`]*)")  # a line, with the language that it names
-_FENCE_AFTER_TEXT = re.compile(r".*?```\w[^`\s]*\s*")
+_OPENING = re.compile(r"([ \t]*)```[^`]*|.*?```\w[^`\s]*\s*")  # a line; after other text, it must name a language
+_NEXT_FENCE = re.compile(r"([ \t]*)```(\w[^`\s]*\s*$)?(?!`)")  # with the language that it names
 _CALLABLE = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*(?<!\))")  # add, or Solution().add
 _COMPARISONS = {
     ast.Eq: "==",
@@ -139,7 +139,7 @@ class CodeTask(Task):
             )
         entry_point = optional_text(row, "entry_point") or _called_name(row, column)
         if not _CALLABLE.fullmatch(entry_point):
-            raise DataError(f"field 'entry_point' is {entry_point[:80]!r}; write the name of the function without arguments")
+            raise DataError(f"field 'entry_point' is {entry_point[:80]!r}; write it as `add`, `Solution().add` or `module.add`")
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)
         setup = "\n".join(filter(None, [optional_text(row, "test_setup_code"), begun, setup]))
@@ -282,26 +282,24 @@ def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
 def fenced_blocks(response: str) -> list[tuple[str, bool]]:
     """The fenced blocks of a response, and whether each is closed. Lines of an indented block, as in a list, lose its indentation.
 
-    A fence that is indented by four more columns than that of its block belongs to the text, as in a docstring. A fence that names a
-    language begins the next block.
+    A fence that is indented at least four columns more than that of its block belongs to the text, as in a docstring. A fence that
+    names a language begins the next block.
     """
     blocks: list[tuple[str, bool]] = []
     lines: list[str] | None = None  # of the open block
     indent = ""
     for line in response.split("\n"):
-        fence = _FENCE.fullmatch(line)
-        if lines is not None and (fence is None or columns(fence[1]) > columns(indent) + 3):
-            lines.append(re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", line) if indent else line)
-            continue
-        if lines is not None and fence is not None and not fence[2]:
-            blocks.append(("".join(f"{text}\n" for text in lines), True))
-            lines = None
-            continue
         if lines is not None:
-            blocks.append(("\n".join(lines), False))
+            fence = _NEXT_FENCE.match(line)
+            if fence is None or columns(fence[1]) > columns(indent) + 3:
+                lines.append(re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", line) if indent else line)
+                continue
+            blocks.append(("".join(f"{text}\n" for text in lines), fence[2] is None))
             lines = None
-        if fence is not None or _FENCE_AFTER_TEXT.fullmatch(line):
-            lines, indent = [], fence[1] if fence is not None else ""
+            if fence[2] is None:
+                continue
+        if opening := _OPENING.fullmatch(line):
+            lines, indent = [], opening[1] or ""
     return blocks if lines is None else [*blocks, ("\n".join(lines), False)]
 
 

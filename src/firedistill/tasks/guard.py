@@ -239,6 +239,8 @@ def read_feedback(value: Any, where: str) -> tuple[FeedbackField, ...]:
         if not isinstance(item, FeedbackField):
             raise TaskFault(f"{where}: feedback holds a {type(item).__name__}, expected FeedbackField(name, text)")
         name, text = read_text(item.name, f"{where}: FeedbackField.name"), read_text(item.text, f"{where}: FeedbackField.text")
+        if isinstance(item.text, bool):
+            raise TaskFault(f"{where}: the text of field {name!r} is {item.text}, expected text")
         if item.group is not None and not isinstance(item.group, str):
             raise TaskFault(f"{where}: field {name!r} has the group {item.group!r}, expected a text or None")
         if name in fields or "full" in (name, item.group):  # alpha_<name> is a column of metrics.jsonl, and so is alpha_full
@@ -301,7 +303,7 @@ def read_text(value: Any, where: str) -> str:
     """A text, or a finite number as text."""
     plain = _plain(value)
     with suppress(ValueError, TypeError, OverflowError):  # NaN, complex numbers, integers of thousands of digits
-        if isinstance(plain, Number) and not isinstance(plain, bool) and math.isfinite(plain):  # type: ignore[arg-type]
+        if isinstance(plain, Number) and math.isfinite(plain):  # type: ignore[arg-type]
             return str(plain)
     if not isinstance(plain, str):
         raise TaskFault(f"{where} is a {type(value).__name__}, expected text")

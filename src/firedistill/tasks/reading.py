@@ -219,7 +219,8 @@ class Columnar(Sequence[Mapping[str, Any]]):
 
         try:
             table = self.read(start, end)
-            rows = table.to_pylist(maps_as_pydicts="strict")
+            has_map = any(pyarrow.types.is_map(kind) for kind in table.schema.types)  # the way for maps is several times slower
+            rows = table.to_pylist(maps_as_pydicts="strict" if has_map else None)
             for field in table.schema:
                 if needs_conversion(field.type):
                     for row in rows:
@@ -255,11 +256,19 @@ def needs_conversion(kind: Any) -> bool:
     """Whether an Arrow type is or contains one that `converted` changes."""
     import pyarrow
 
-    if is_json(kind) or pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind):
+    if is_json(kind) or is_short_float(kind):
         return True
     if pyarrow.types.is_struct(kind):
         return any(needs_conversion(field.type) for field in kind)
-    return pyarrow.types.is_nested(kind) and needs_conversion(inner_type(kind))
+    if not pyarrow.types.is_nested(kind):
+        return False
+    return needs_conversion(inner_type(kind)) and not is_short_float(inner_type(kind))  # lists may be long embeddings
+
+
+def is_short_float(kind: Any) -> bool:
+    import pyarrow
+
+    return pyarrow.types.is_float16(kind) or pyarrow.types.is_float32(kind)
 
 
 def is_json(kind: Any) -> bool:
@@ -274,7 +283,7 @@ def inner_type(kind: Any) -> Any:
 
 def converted(value: Any, kind: Any) -> Any:
     """A value of an Arrow type with what stands for texts in `arrow.json`, and with the shortest decimals of numbers in float32 and
-    float16: 0.1, which as float64 is 0.10000000149011612."""
+    float16 outside of lists: 0.1, which as float64 is 0.10000000149011612."""
     import pyarrow
 
     if value is None or not needs_conversion(kind):
@@ -290,11 +299,9 @@ def converted(value: Any, kind: Any) -> Any:
     return [converted(item, inner_type(kind)) for item in value]
 
 
-def shortest_decimal(value: Any, kind: Any) -> Any:
-    """A number of a NumPy type as its shortest decimal, of a list every number. Whole numbers stay as they are."""
-    if isinstance(value, list):
-        return [shortest_decimal(item, kind) for item in value]
-    return value if float(value).is_integer() else float(str(kind(value)))
+def shortest_decimal(value: float, kind: Any) -> float:
+    """A number of a NumPy type as its shortest decimal. A whole number stays as it is."""
+    return value if value.is_integer() else float(str(kind(value)))
 
 
 def parquet_rows(path: Path) -> Rows:

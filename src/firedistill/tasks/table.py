@@ -138,8 +138,8 @@ def cell(row: Mapping[str, Any], name: str) -> Any:
 
 def without_array(value: Any) -> Any:
     """An array or a number of NumPy, which pandas has in place of lists and numbers, as Python's; of 0.1 in float32 as 0.1."""
-    if str(getattr(value, "dtype", "")) in ("float16", "float32"):
-        return shortest_decimal(value.tolist(), value.dtype.type)
+    if str(getattr(value, "dtype", "")) in ("float16", "float32") and not value.shape:
+        return shortest_decimal(value.item(), value.dtype.type)
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -950,12 +950,16 @@ class TableTask(Task):
 
 
 def places(value: Any, names: Sequence[str]) -> list[int]:
-    """Where a value stands among labels or options: 1.0 counts as 1, and case does not count where no other is equal."""
-    texts = {str(each).strip() for each in (value, whole(value))}
-    alike = {text.casefold() for text in texts}
-    return [i for i, name in enumerate(names) if name in texts] or [
-        i for i, name in enumerate(names) if name.casefold() in alike
-    ]
+    """Where a value stands among labels or options. 1.0 and `1.0` count as 1, and case does not count, where no other is equal."""
+    text = str(whole(value)).strip()
+    for same in (str.strip, str.casefold, _without_zero):
+        if found := [i for i, name in enumerate(names) if same(name) in (same(text), same(str(value).strip()))]:
+            return found
+    return []
+
+
+def _without_zero(text: str) -> str:
+    return text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text
 
 
 def option_number(value: Any) -> int | None:
