@@ -786,6 +786,14 @@ def test_a_run_samples_by_a_server_and_reports_the_policy_gap(folder, servers, t
     assert [row["n"] for row in read_jsonl(tmp_path / "run" / "evals.jsonl")] == [5, 5]
 
 
+def test_a_run_may_be_evaluated_before_it_begins(folder, servers, tmp_path):
+    urls = ",".join(one.url for one in servers)
+    trainer = run_trainer(folder, tmp_path / "run", rollouts=urls, max_steps=1, max_context_tokens=400, lora_r=4)
+    assert trainer.evaluate()["eval_n"] == 5 and (tmp_path / "run" / "rollout-adapters").exists()
+    trainer.train()
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 1 and not any(one.adapters for one in servers)
+
+
 def test_the_gap_is_the_engines_log_probability_minus_the_students(model):
     ids, prompt = [40, 41, 42, 43], PROMPTS[0]
     states = score_responses(model, [prompt, prompt], [ids, ids[:2]])

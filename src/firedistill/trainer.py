@@ -60,6 +60,7 @@ from firedistill.rollout import Rollout
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.load import close, load_engines, metrics_of
 from firedistill.rollouts.sampler import Sampler, fitting_prompts
+from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.run.card import model_card
 from firedistill.run.checkpoints import CheckpointError, load_state, random_state, restore_random_state, save_state
 from firedistill.run.console import ConsoleReport
@@ -662,6 +663,8 @@ class SelfDistillTrainer(ResumableTrainer):
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):
                 logger.log(logging.WARNING if self.is_world_process_zero() else logging.DEBUG, "%s", finding)
+        if isinstance(self.rollout_engine, VLLMServerEngine):
+            self.rollout_engine.close()  # adapters of an evaluation, in the folder that the run begins with
         failed = True
         try:
             result = super().train(*args, **kwargs)

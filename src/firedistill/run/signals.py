@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -60,7 +61,7 @@ class StopRequest(TrainerCallback):
     def __init__(self, trainer: Any, within: float | None = None):
         self.trainer, self.within = trainer, within
         self.signal: int | None = None
-        self._recorded = 0.0  # when, by the monotonic clock
+        self._recorded = 0.0  # when, by the monotonic clock; infinity where only another process has received one
         self._overdue = False
         self._timer: threading.Timer | None = None
         self._handlers: dict[int, Any] = {}
@@ -102,6 +103,9 @@ class StopRequest(TrainerCallback):
             self._overdue = False  # once
             raise StopOverdue
         if self.signal is not None:
+            if self._recorded == math.inf:  # another process has received one, and this is the first one here
+                self._recorded = time.monotonic()
+                return
             alone = number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ
             if number in ALWAYS and (alone or time.monotonic() > self._recorded + 1.0):
                 raise KeyboardInterrupt
@@ -147,5 +151,7 @@ class StopRequest(TrainerCallback):
         """Whether any process has recorded a signal; called by all of them together."""
         signals = [number for number in gather_object([self.signal]) if number is not None]
         if signals and self.signal is None:  # this process may receive the same signal later, which then is not a second one
-            self.signal, self._recorded = signals[0], time.monotonic()
+            self.signal, self._recorded = signals[0], math.inf
+        if signals and self._timer is not None:  # the step has ended in time; the checkpoint may take longer
+            self._timer.cancel()
         return bool(signals)
