@@ -650,16 +650,17 @@ def test_a_signal_that_reaches_another_process_first_is_no_second_one(model, tmp
 def test_the_limit_of_a_stop_is_that_of_the_step_and_not_of_its_checkpoint(model, tmp_path, monkeypatch):
     settings = {"save_strategy": "no", "stop_within": 1.0, "eval_size": 0}
     t = SelfDistillTrainer(args=killable_config(model, tmp_path / "run", "fire", 4, **settings), task=RandomTask())
-    save = t._save_checkpoint
+    save, calls = t._save_checkpoint, []
 
     def slow(*args):
+        calls.append(args)
         time.sleep(1.5)
         save(*args)
 
     monkeypatch.setattr(t, "_save_checkpoint", slow)
     t.callback_handler.callbacks.insert(-1, At(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
     t.train()
-    assert t.state.global_step == 2 and (tmp_path / "run" / "checkpoint-2").is_dir()
+    assert len(calls) == 1 and t.state.global_step == 2 and (tmp_path / "run" / "checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("stopping", [False, True])
