@@ -34,7 +34,7 @@ def ended(*command: object) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1800,  # of a hang: a loaded machine needs more than ten minutes
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return done.stdout
