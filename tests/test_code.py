@@ -232,6 +232,14 @@ def test_a_source_that_is_no_file():
 
 # ---- Reading answers ---------------------------------------------------------------------------------------------------------
 
+EXAMPLE_IN_A_DOCSTRING = '''def add(a):
+    """
+    ```python
+    add(1)
+    ```
+    """
+'''
+
 
 @pytest.mark.parametrize(
     ("response", "program", "well_formed"),
@@ -246,7 +254,7 @@ def test_a_source_that_is_no_file():
         ("```python\ndef add(a): 1\n```\nBetter:\n```python\nadd = lambda a: 2\n```", "add = lambda a: 2\n", True),
         ("```python\ndef other(): 1\n```", "def other(): 1\n", False),
         ("  ```python\nclass add: pass\n  ```", "class add: pass\n", True),
-        ('```python\ndef add(a):\n    """\n    ```python\n    add(1)\n    ```\n    """\n```', None, True),
+        (f"```python\n{EXAMPLE_IN_A_DOCSTRING}```", EXAMPLE_IN_A_DOCSTRING, True),
         ("First: ```python\ndef add(a): 1\n```\nBut\n```python \ndef add(a): 2\n```", "def add(a): 2\n", True),
         ("<think>No</think>```python\ndef add(a): 1\n```\nIt adds.", "def add(a): 1\n", True),
         ("```add```\nSo:\n```\ndef add(a): 1\n```\n", "def add(a): 1\n", True),
@@ -261,7 +269,6 @@ def test_a_source_that_is_no_file():
     ids=lambda value: repr(value)[:24],
 )
 def test_extraction(add, response, program, well_formed):
-    program = response.removeprefix("```python\n").removesuffix("```") if program is None and well_formed else program
     assert extract_program(add[1], response) == (program, well_formed)
 
 
