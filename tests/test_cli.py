@@ -388,6 +388,11 @@ def test_settings_without_evaluation_can_be_copied():
     assert replace(config, eval_strategy="steps", eval_size=5).eval_strategy == "steps"
 
 
+def test_do_eval_cannot_switch_the_evaluation_off(recipe):
+    with pytest.raises(OptionError, match=r"do_eval false has no effect: .* use eval_size 0"):
+        build_config(SelfDistillConfig, str(recipe), {"do_eval": "false"})
+
+
 def test_the_derived_do_eval_is_not_written_but_read(recipe):
     """Runs of earlier versions have it in config.yaml."""
     config = build_config(SelfDistillConfig, str(recipe), {"do_eval": True})

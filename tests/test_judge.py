@@ -1102,6 +1102,13 @@ def test_an_endpoint_without_a_key_needs_none(server):
     assert completion.text == '{"remark": "x"}' and "Authorization" not in server.headers[0]
 
 
+@pytest.mark.parametrize("proxy", ["ftp://localhost:1", "http://[::1"])
+def test_a_proxy_that_cannot_be_used_is_named(proxy, monkeypatch):
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(ValueError, match=r"localhost:8000/v1 cannot be reached by the proxy .*ALL_PROXY"):
+        ChatEndpoint("http://localhost:8000/v1", "m")
+
+
 def test_weights_do_not_depend_on_the_order_in_which_replies_arrive(server, checkpoint, tmp_path):
     weights = []
     for delay in (0.0, 0.05):

@@ -196,6 +196,12 @@ def test_the_labels_of_blocks_tell_runs_apart():
     assert runs["lab-routing-unbounded-seed0"].settings["method_settings"] == {"bounded_sft": False}
 
 
+def test_a_label_may_be_a_number(tmp_path):
+    (tmp_path / "toy.yaml").write_text("task: reverse_words:ReverseWords\n")
+    (tmp_path / "sweep.yaml").write_text("blocks: [{recipes: [toy.yaml], methods: [fire], label: 0}]\n")
+    assert [run.id for run in make_plan(str(tmp_path / "sweep.yaml")).runs] == ["toy-fire-0-seed0"]
+
+
 def test_a_sweep_keeps_the_nominal_rate(toy):
     runs = {run.id: run for run in make_plan(str(toy), seeds=[3]).runs}
     assert list(runs) == ["toy-fire-seed3", "toy-full_context-seed3", "toy-fire-lr0.5x-seed3", "toy-fire-lr2x-seed3"]

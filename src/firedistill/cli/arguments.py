@@ -37,7 +37,7 @@ SUITE = """\
 Execute a list of training runs. Stop it at any point; the same command continues it.
 
 NAME is one of {names}, a YAML file, or the folder of an existing suite.
-Any other option is an option of `firedistill train` for every run: --data_dir data, --max_steps 20, ...
+Any other option is a setting of every run, as in `firedistill train`: --data_dir data, --max_steps 20, ...
 """
 
 # The options of each command beside those of a run, as arguments of `add_argument`.

@@ -82,6 +82,8 @@ def converted(values: Mapping[str, tuple[Any, str]], types: Mapping[str, Any]) -
         except TypeError as error:
             shown = "not usable" if is_secret(name) else shortened(repr(value))
             raise OptionError(f"{name} {where} is {shown}: {error}") from error
+    if found.get("do_eval") is False:  # transformers derives it
+        raise OptionError("do_eval false has no effect: a run is evaluated unless eval_size is 0; use eval_size 0")
     return found
 
 

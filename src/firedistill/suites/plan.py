@@ -209,7 +209,7 @@ def runs_of(
     if not all(type(seed) is int for seed in chosen_seeds):
         raise ValueError(f"seeds are {shortened(repr(chosen_seeds))}; expected whole numbers")
     own = block["settings"]
-    label = str(block.get("label") or "")
+    label = "" if block.get("label") is None else str(block["label"])
     if not isinstance(per_seed := block.get("subset_per_seed", False), bool):
         raise ValueError(f"subset_per_seed is {shortened(repr(per_seed))}; expected true or false")
     for key, option in {"subset_per_seed": "eval_subset_seed", "warmstart": "initial_adapter"}.items():

@@ -83,7 +83,7 @@ class ChatEndpoint:
             `LONGEST_WAIT`, or is what the server asks for (`Retry-After`).
 
     Raises:
-        ValueError: the address is none, or the environment variable is not set.
+        ValueError: the address is none, the environment variable is not set, or a proxy of the environment cannot be used.
     """
 
     def __init__(self, url: str, model: str, key: str | None = None, *, timeout: float = 60.0, retries: int = 8):
@@ -96,6 +96,17 @@ class ChatEndpoint:
         # The client of huggingface_hub: httpx2 from its version 2 on, httpx before.
         self.httpx: Any = importlib.import_module("httpx2" if importlib.util.find_spec("httpx2") else "httpx")
         self.certificates = self.httpx.create_ssl_context()
+        try:
+            self._client()
+        except (ImportError, ValueError, self.httpx.InvalidURL) as error:
+            raise ValueError(
+                f"the judge at {self.url} cannot be reached by the proxy that the environment names (ALL_PROXY, HTTPS_PROXY, "
+                f"HTTP_PROXY): {error}"
+            ) from error
+
+    def _client(self) -> Any:
+        """A client for one request, with the proxies of the environment."""
+        return self.httpx.AsyncClient(verify=self.certificates, timeout=None, follow_redirects=False)
 
     async def complete(self, body: Mapping[str, Any], schema: Mapping[str, Any], retries: int | None = None) -> Completion:
         """The answer to a request. If the server refuses it, it is asked without the schema; if that is answered, then also later.
@@ -163,7 +174,7 @@ class ChatEndpoint:
         content = bytearray()
         async with (
             asyncio.timeout(self.timeout),
-            self.httpx.AsyncClient(verify=self.certificates, timeout=None, follow_redirects=False) as client,
+            self._client() as client,
             client.stream(method, self.url + path, content=data, headers=headers) as answer,
         ):
             async for part in answer.aiter_bytes():
