@@ -31,9 +31,10 @@ python="$folder/bin/python"
 "$python" -m pip install --quiet --disable-pip-version-check torch -c "$bounds"
 # Upgrading takes care of an environment that is there already.
 "$python" -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
-    -e . -c "$bounds" "pytest>=8" "hypothesis>=6.120" "mpmath>=1.3"
+    -e . -c "$bounds" "pytest>=8" "pytest-xdist>=3.6" "hypothesis>=6.120" "mpmath>=1.3"
 "$python" -m pip list --disable-pip-version-check --format freeze |
     grep -iE "^($(sed -E 's/[=<>].*//' "$bounds" | paste -sd '|' | sed 's/_/[_-]/g'))==" | paste -sd ' '
 "$python" -c "import firedistill; firedistill.SelfDistillTrainer"
 "$python" -m pytest tests/test_trainer.py -k "fire and not hard"
-"$python" -m pytest tests/test_rollouts.py tests/test_teacher.py tests/test_loading.py tests/test_families.py tests/test_layers.py tests/test_disk.py
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest -n 2 --dist loadfile \
+    tests/test_rollouts.py tests/test_teacher.py tests/test_loading.py tests/test_families.py tests/test_layers.py tests/test_disk.py

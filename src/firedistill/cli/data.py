@@ -21,9 +21,9 @@ from firedistill.recipes import option_groups
 from firedistill.setup import Setup, held_out
 from firedistill.tasks import DataError, Example, TableTask, Task, load_task
 from firedistill.tasks.answers.numbers import count_normalized
+from firedistill.tasks.cells import Template
 from firedistill.tasks.judge import Opinion, load_judge
 from firedistill.tasks.judged import JudgedTask, guarded_task
-from firedistill.tasks.table import Template
 from firedistill.terminal import quiet_libraries, shortened, visible, without_messages
 
 HELP = """\

@@ -28,11 +28,11 @@ import yaml
 
 from firedistill.coerce import coerce, read_yaml
 from firedistill.files import write_text
+from firedistill.tasks.cells import Template
 from firedistill.tasks.coroutines import AsyncCall, Loop
 from firedistill.tasks.endpoint import ChatEndpoint, Completion, check_url, read_key
 from firedistill.tasks.kinds import refuse_constant
 from firedistill.tasks.replies import Replies, read_replies
-from firedistill.tasks.table import Template
 from firedistill.tasks.types import Example, FeedbackField
 from firedistill.terminal import nearest, shortened
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from firedistill.tasks.cells import in_braces
 from firedistill.tasks.coroutines import AsyncCall
 from firedistill.tasks.guard import GuardedTask, TaskFault, read_feedback
 from firedistill.tasks.judge import Judge, JudgeFile, Opinion, cost_line, write_judge
-from firedistill.tasks.table import TableTask, in_braces
+from firedistill.tasks.table import TableTask
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import logging
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +22,12 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
+from firedistill.tasks.cells import Template, cell, in_braces, known, names_in, shown
 from firedistill.tasks.choice import ChoiceTask, choice_example
 from firedistill.tasks.feedback import structured_feedback
 from firedistill.tasks.kinds import KINDS, comparable, load_kind, read_gold, whole
 from firedistill.tasks.numeric import NumericTask
+from firedistill.tasks.options import marked_places, option_number, places, read_options
 from firedistill.tasks.reading import (
     BadRow,
     folder_splits,
@@ -35,7 +36,6 @@ from firedistill.tasks.reading import (
     is_data_file,
     open_rows,
     rows_of,
-    shortest_decimal,
     with_class_names,
 )
 from firedistill.tasks.sources import DataError, Rows, kind_of
@@ -59,100 +59,7 @@ SAMPLE = 1000  # rows from which columns and the kind of answers are guessed
 MOST_NUMERIC, LEAST_NUMERIC = 0.9, 0.5  # shares of numbers among the answers: numeric from the one on, exact below the other
 PROGRESS_SECONDS = 10.0
 
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(?::[\w.-]+)?")
-_LETTERED = re.compile(r"\(?([A-Z])[).:]\s*")
-
-
-class Template:
-    """A text with columns in braces: `The hint is: {hint}`. Two braces stand for one. Nothing else is evaluated.
-
-    Args:
-        where: names the text in errors.
-        what: what errors call the names in braces.
-
-    Raises:
-        DataError: a brace stands alone, or a name in braces is not a column.
-    """
-
-    def __init__(self, text: str, columns: Sequence[str], where: str, what: str = "column"):
-        self.parts: list[str | tuple[str]] = []
-        end = 0
-        for found in _BRACES.finditer(text):
-            self.parts.append(text[end : found.start()])
-            end = found.end()
-            if found[0] in ("{{", "}}"):
-                self.parts.append(found[0][0])
-            elif found[1] is None:
-                raise DataError(
-                    f"{where}: {found[0]!r} stands alone in {shortened(repr(text))}; write {found[0] * 2} for the character itself"
-                )
-            else:
-                known(found[1], columns, where, what)
-                self.parts.append((found[1],))
-        self.parts.append(text[end:])
-
-    @property
-    def names(self) -> list[str]:
-        """The columns in braces."""
-        return [part[0] for part in self.parts if not isinstance(part, str)]
-
-    def fill(self, row: Mapping[str, Any], missing: str | None = None) -> str | None:
-        """The text for a row, with `missing` in place of a value that is missing, null or blank; None if that is None."""
-        texts = [part if isinstance(part, str) else shown(cell(row, part[0])) or missing for part in self.parts]
-        return None if None in texts else "".join(texts)  # type: ignore[arg-type]
-
-
-def in_braces(text: str) -> list[str]:
-    """The names in braces."""
-    return [found[1] for found in _BRACES.finditer(text) if found[1]]
-
-
-def known(name: str, columns: Sequence[str], where: str, what: str = "column") -> None:
-    """
-    Raises:
-        DataError: the data have no column, and no key of nested data, of that name.
-    """
-    if name not in columns:
-        close = difflib.get_close_matches(name, columns, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise DataError(f"{where}: there is no {what} {name!r}{hint} ({what}s: {shortened(', '.join(columns), 500)})")
-
-
-def names_in(row: Mapping[str, Any], depth: int = 3) -> Iterator[str]:
-    """The columns of a row, and the keys of nested data as `column.key`."""
-    for name, value in row.items():
-        yield str(name)
-        if isinstance(value, Mapping) and depth > 1:
-            yield from (f"{name}.{inner}" for inner in names_in(value, depth - 1))
-
-
-def cell(row: Mapping[str, Any], name: str) -> Any:
-    """The value of a column, or of `column.key` in nested data; None if there is none."""
-    value: Any = row
-    for key in [name] if name in row else name.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    value = without_array(value)
-    return None if is_missing(value) else value
-
-
-def without_array(value: Any) -> Any:
-    """An array or a number of NumPy, which pandas has in place of lists and numbers, as Python's; of 0.1 in float32 as 0.1."""
-    if str(getattr(value, "dtype", "")) in ("float16", "float32") and not value.shape:
-        return shortest_decimal(value.item(), value.dtype.type)
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a value is one that pandas has in place of a missing one: NaN, NA or NaT."""
-    return value != value if isinstance(value, float) else type(value).__name__ in ("NAType", "NaTType")
-
-
-def shown(value: Any) -> str | None:
-    """A cell as text for the teacher or the student: a text as it stands, other values as JSON; None if it is null or blank."""
-    if isinstance(value, str):
-        return value.strip() or None
-    return None if value is None or is_missing(value) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 @dataclass
@@ -838,40 +745,8 @@ class TableTask(Task):
     def _options(self, row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """The published labels of the options, A, B, ... if there are none, and their texts."""
         value, subject = self._given(row, "options")
-        if isinstance(self.roles["options"], list):
-            while value and value[-1] in (None, ""):
-                value.pop()
-        if isinstance(value, str) and value.lstrip().startswith(("[", "{")):  # a cell of a text file
-            with suppress(ValueError):
-                value = json.loads(value)
-        labels: Any = None
-        fix = 'write a list of 2 to 26 texts: ["first", "second"]'
-        if self.verifier is not None:
-            fix += ", or leave the column out by --columns options="
-        if isinstance(value, list) and any(isinstance(option, Mapping) for option in value):
-            if not all(isinstance(option, Mapping) and {"label", "text"} <= option.keys() for option in value):
-                raise BadRow(
-                    f"{subject} has an option that is neither a text nor has the keys label and text", fix, kind_of(value)
-                )
-            value = {name: [option[name] for option in value] for name in ("label", "text")}
-        if isinstance(value, Mapping) and {"label", "text"} <= value.keys():
-            labels, value = (without_array(value[name]) for name in ("label", "text"))
-        elif isinstance(value, Mapping):  # Parquet and `datasets` have all labels in all rows
-            labels = [label for label, text in value.items() if not (text is None or is_missing(text))]
-            value = [value[label] for label in labels]
-        if not isinstance(value, list) or not 2 <= len(value) <= len(ascii_uppercase):
-            raise BadRow(f"{subject} is not a list of options", fix, kind_of(value))
-        texts = [shown(option) for option in value]
-        if None in texts or len(set(texts)) < len(texts):
-            raise BadRow(
-                f"{subject} has an option that is empty or occurs twice", "correct it or remove the row", kind_of(value)
-            )
-        options = [str(text) for text in texts]
-        bare = [_without_letter(option, letter) for option, letter in zip(options, ascii_uppercase, strict=False)]
-        options = options if None in bare else [str(option) for option in bare]
-        if labels is None or len(labels) != len(options):
-            labels = ascii_uppercase[: len(options)]
-        return [str(label) for label in labels], options
+        columns = isinstance(self.roles["options"], list)
+        return read_options(value, subject, columns=columns, needed=self.verifier is None)
 
     def _label(self, row: Mapping[str, Any], labels: Sequence[str], options: Sequence[str]) -> str:
         """The letter of the gold option: its label, its text, or its number."""
@@ -884,9 +759,8 @@ class TableTask(Task):
         by_label, by_text = places(value, labels), places(value, options)
         number = option_number(value)
         number = None if number is None or self.base is None or (by_text and "." in text) else number - self.base
-        if not by_label and not by_text and (lettered := _LETTERED.match(text)):  # B) or B) 21
-            by_label = places(lettered[1], labels)
-            by_label = by_label if text[lettered.end() :] in ("", *(options[i] for i in by_label)) else []
+        if not by_label and not by_text:
+            by_label = marked_places(text, labels, options)
         if self.answer in ("choice:0", "choice:1"):
             by_text = []
         if by_text and self.gold_forms == {"text"}:
@@ -947,31 +821,6 @@ class TableTask(Task):
             else:
                 fields[name] = FeedbackField(name, text)
         return tuple(fields.values())
-
-
-def places(value: Any, names: Sequence[str]) -> list[int]:
-    """Where a value stands among labels or options. 1.0 and `1.0` count as 1, and case does not count, where no other is equal."""
-    text = str(whole(value)).strip()
-    for same in (str.strip, str.casefold, _without_zero):
-        if found := [i for i, name in enumerate(names) if same(name) in (same(text), same(str(value).strip()))]:
-            return found
-    return []
-
-
-def _without_zero(text: str) -> str:
-    return text.removesuffix(".0") if re.fullmatch(r"-?\d+\.0", text) else text
-
-
-def option_number(value: Any) -> int | None:
-    """The number of an option; 1.0 and `1.0`, which pandas makes of 1, count as 1."""
-    found = re.fullmatch(r"(\d{1,2})(?:\.0)?", str(value).strip())
-    return None if found is None else int(found[1])
-
-
-def _without_letter(option: str, letter: str) -> str | None:
-    """`A) 21`, `A. 21`, `(A) 21` or `A: 21` as `21`; None if the option does not begin so."""
-    mark = _LETTERED.match(option)
-    return option[mark.end() :] if mark and mark[1] == letter and mark.end() < len(option) else None
 
 
 def name_of(data: Any) -> str:
