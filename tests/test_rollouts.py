@@ -857,7 +857,7 @@ def test_graphs_repeat_the_steps_of_a_bfloat16_model_to_the_bit(merged, device):
     compute_in_base_dtype(model)
     engines = three_ways(model.to(device), byte_tokenizer(), merge_adapter=merged)[1:]
     for seed in (1, 2):
-        sampled(engines, PROMPTS, Sampling(max_new_tokens=40), seed)
+        sampled(engines, PROMPTS, Sampling(max_new_tokens=20), seed)
 
 
 @pytest.mark.gpu
@@ -867,8 +867,8 @@ def test_a_model_on_a_device_that_is_not_the_current_one():
     for device in ("cuda:0", "cuda:1"):
         model, tokenizer = ending_with([])
         engines = three_ways(model.double().to(device), tokenizer)
-        assert sampled(engines, PROMPTS, Sampling(max_new_tokens=40), 4) != sampled(
-            engines, PROMPTS, Sampling(max_new_tokens=40), 5
+        assert sampled(engines, PROMPTS, Sampling(max_new_tokens=20), 4) != sampled(
+            engines, PROMPTS, Sampling(max_new_tokens=20), 5
         )
     assert torch.cuda.current_device() == 0
 
