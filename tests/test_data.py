@@ -717,6 +717,9 @@ def test_numbers_in_float32_are_their_shortest_decimals(tmp_path):
     for dtype in (np.float16, np.float32):
         listed = [{"question": name, "answer": value} for name, value in zip("abcd", np.array(values, dtype), strict=True)]
         assert [e.answer for e in both(load_task(listed))] == ["0.1", "12.34", "3.25", "65504"]
+    for options in (np.array(values[:3], np.float32), list(np.array(values[:3], np.float32))):
+        choices = [{"question": name, "options": options, "answer": "12.34"} for name in "ab"]
+        assert [(e.options, e.answer) for e in both(load_task(choices))] == [(("0.1", "12.34", "3.25"), "B")] * 2
 
 
 def test_a_map_of_parquet_holds_options(tmp_path):
