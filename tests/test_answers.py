@@ -434,6 +434,7 @@ CHOICES = {
             "Final answer: B",
             "so the Answer: B\nI am sure.", "Ａｎｓｗｅｒ：Ｂ", "Ａｎｓｗｅｒ： （Ｂ）", "Answer: B\u200b", "Answer: B\r\nmore",
             "Answer: B. Same meaning", "Answer: B) Same meaning.", "Answer: B Same meaning", "Answer: (B) same  MEANING",
+            "Answer: b Same meaning", "Answer: b (Same meaning)",
             "Answer: B - Same meaning", "Answer: B: Same meaning", "Answer: **B. Same meaning**", "Answer: B (Same meaning)",
             "Answer: B — Same meaning", "> Answer: B", "- Answer: B", "# Answer: B", "Answer:\tB", "Answer:\u00a0B",
         ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -192,6 +194,17 @@ def test_what_tiles_do_not_compute_is_left_to_transformers(monkeypatch):
     attention(Layer(), *(x.float() for x in parts), mask)
     monkeypatch.setattr(own, "multiplies_bfloat16", lambda: False)
     attention(Layer(), *parts, mask)
+
+
+def test_a_layer_with_a_mask_of_its_own_is_not_packed():
+    """Its mask would be lost; the placeholder that a packed pass gives has one element."""
+    query, layer = torch.randn(1, 2, 3, 8), torch.nn.Identity()
+    packed = SimpleNamespace(attention=lambda *arguments: "packed")
+    for mask in (torch.ones(1, 1, 1, 1, dtype=torch.bool), None):
+        assert own.attention(layer, query, query, query, mask, packed=packed)[0] == "packed"
+    mask = torch.randn(1, 2, 3, 3)
+    found = own.attention(layer, query, query, query, mask, packed=packed)[0]
+    torch.testing.assert_close(found, sdpa_attention_forward(layer, query, query, query, mask)[0])
 
 
 def test_the_precision_of_products_is_restored():

@@ -144,6 +144,10 @@ def test_settings_of_the_method_can_be_set_one_by_one(recipe):
     assert (veto.beta_start, veto.beta_end, veto.group_size) == (0.1, 0.05, 1)
     with pytest.raises(OptionError, match="--max_steps.x: max_steps is '9' on the command line, expected a mapping"):
         build_config(SelfDistillConfig, None, {"max_steps": "9", "max_steps.x": "1"})
+    with pytest.raises(OptionError, match="--method_settings.projection: .* expected a mapping"):
+        build_config(
+            SelfDistillConfig, None, {"method_settings.projection": "false", "method_settings": '{"attribution": false}'}
+        )
 
 
 def test_a_recipe_may_have_options_that_depend_on_the_method(tmp_path):
@@ -380,6 +384,15 @@ def test_values_from_python_get_the_type_of_the_option_too(tmp_path):
     assert (config.data_dir, config.output_dir) == (str(tmp_path), str(tmp_path / "run"))
     assert (config.learning_rate, config.warmup_steps) == (1.0, 3.0)
     assert config.rollout_servers == ["http://a:1/", "https://b"]
+
+
+def test_another_engine_takes_the_place_of_a_runs_servers(tmp_path):
+    stored = tmp_path / "config.yaml"
+    SelfDistillConfig(use_cpu=True, rollouts="http://a:1").save_yaml(stored)
+    given = {"use_cpu": True}
+    assert build_config(SelfDistillConfig, str(stored), given).rollout_servers == ["http://a:1"]
+    config = build_config(SelfDistillConfig, str(stored), given | {"rollouts": "hf"})
+    assert (config.rollouts, config.rollout_servers) == ("hf", [])
 
 
 def test_settings_without_evaluation_can_be_copied():

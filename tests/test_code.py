@@ -122,7 +122,15 @@ MBPP = {
 }
 
 
-@pytest.mark.parametrize("row", [HUMAN_EVAL, MBPP], ids=["humaneval", "mbpp"])
+SANITIZED_MBPP = {
+    "prompt": "Write a function that multiplies by pi.",
+    "code": "from math import pi\ndef times_pi(x):\n    return pi * x",
+    "test_imports": ["import math"],
+    "test_list": ["assert math.isclose(times_pi(2), 2 * math.pi, rel_tol=1e-9)", "assert times_pi(0) == 0"],
+}
+
+
+@pytest.mark.parametrize("row", [HUMAN_EVAL, MBPP, SANITIZED_MBPP], ids=["humaneval", "mbpp", "sanitized mbpp"])
 def test_published_columns_are_read(row, tmp_path):
     (example,) = [CodeTask().example(row, "u")]
     task = CodeTask()
@@ -470,6 +478,15 @@ def test_a_level_that_has_no_more_problems_ends(monkeypatch):
     monkeypatch.setattr(functions, "MOST_DRAWS", 20)
     few = Functions("easy").examples("train", 10**9)
     assert 20 < len(few) < 2000 and len({example.question.partition("\n")[0] for example in few}) == len(few)
+
+
+def test_no_problem_asks_for_letters_of_words_that_have_digits():
+    rng = random.Random(0)
+    words = [
+        problem.description for _ in range(4000) if (problem := draw_problem(rng, 3)) and "list of words" in problem.description
+    ]
+    later = [text.partition("as decimal digits")[2] for text in words]
+    assert sum(map(bool, later)) > 50 and not any("letter" in text for text in later)
 
 
 def test_a_seed_gives_the_same_problems_everywhere():

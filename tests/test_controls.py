@@ -19,6 +19,7 @@ from firedistill.objectives.rlcsd import RLCSD
 from firedistill.objectives.sdpg import SDPG
 from firedistill.ops import Head
 from firedistill.rollout import Response, Rollout
+from firedistill.tasks.guard import TaskFault
 from literal import entropy, kl, literal, log_p, mean_of_responses, of_tokens
 from stubs import CASES, assert_result, assert_same, random_world, tensor
 from test_teacher import example, moved_teacher
@@ -107,8 +108,13 @@ def test_hints_leave_out_the_response_itself_and_average_probabilities():
     assert objective.hints(group[0], group) == ["text 2", "text 1", "text 3"]
     assert objective.hints(group[1], group) == ["text 0", "text 3"]
     assert objective.hints(group[1], group[:2]) is None and objective.hints(group[0], group[::2]) is None
-    object.__setattr__(group[1].example, "solution", "gold")
-    assert objective.hints(group[1], group)[0] == "gold"
+    object.__setattr__(group[1].example, "solution", "working\n#### gold")
+    assert objective.hints(group[1], group)[0] == "working\n#### gold"
+    object.__setattr__(group[1].example, "solution", "#### gold")
+    assert objective.hints(group[1], group)[0] == "text 0" and objective.hints(group[1], group[1:4:2]) == [
+        "#### gold",
+        "text 3",
+    ]
     from firedistill.objectives.rlcsd import contrast
 
     right, wrong = tensor([0.5]).log(), [tensor([0.2]).log(), tensor([0.6]).log()]
@@ -142,11 +148,25 @@ def test_the_gap_is_that_between_the_right_hint_and_the_wrong_ones(monkeypatch):
     assert RLCSD().gaps(step, [wrong, other]) == {}, "hints that are longer than the positions of the model"
 
 
+def test_a_response_whose_hints_cannot_be_shown_is_trained_without_them(monkeypatch, caplog):
+    step = step_of_one_prompt()
+    view_tokens = step.teacher.view_tokens
+
+    def failing(rollout, view):
+        if "other" in rollout.feedback[0].text:
+            raise TaskFault("the chat template fails")
+        return view_tokens(rollout, view)
+
+    monkeypatch.setattr(step.teacher, "view_tokens", failing)
+    assert list(RLCSD().gaps(step, step.rollouts)) == [step.rollouts[2]] and "the chat template fails" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["scope", "srpo", "sdpg", "rlcsd"])
 def test_prompts_that_no_other_view_follows_are_not_kept(method, monkeypatch):
-    world, objective = random_world("mixed"), load_objective(method)
+    world, objective = random_world("groups of five"), load_objective(method)
     monkeypatch.setattr("firedistill.objectives.rlcsd.positions", lambda model: None)
     monkeypatch.setattr(world.teacher, "view_tokens", lambda rollout, view: 1)
+    monkeypatch.setattr(world.teacher, "model", None, raising=False)
     monkeypatch.setattr(
         SDPG, "reference_log_probs", lambda self, step: [tensor([0.0] * len(r.response_ids)) for r in step.rollouts]
     )

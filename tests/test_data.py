@@ -713,6 +713,11 @@ def test_numbers_in_float32_are_their_shortest_decimals(tmp_path):
     rows = list(open_rows(tmp_path / "my.parquet"))
     assert [row["answer"] for row in rows] == values and [row["half"] for row in rows] == [0.1, 12.34, 3.25, 65504.0]
     assert [row["nested"] for row in rows] == nested
+    options = pyarrow.array([np.array(values[:3], np.float32)] * 2, pyarrow.list_(pyarrow.float32()))
+    parquet.write_table(
+        pyarrow.table({"question": ["a", "b"], "options": options, "answer": ["A", "B"]}), tmp_path / "choice.parquet"
+    )
+    assert [e.options for e in both(load_task(str(tmp_path / "choice.parquet")))] == [("0.1", "12.34", "3.25")] * 2
     assert [e.answer for e in both(load_task(str(tmp_path / "my.parquet")))] == ["0.1", "12.34", "3.25", "65504"]
     for dtype in (np.float16, np.float32):
         listed = [{"question": name, "answer": value} for name, value in zip("abcd", np.array(values, dtype), strict=True)]
@@ -720,6 +725,19 @@ def test_numbers_in_float32_are_their_shortest_decimals(tmp_path):
     for options in (np.array(values[:3], np.float32), list(np.array(values[:3], np.float32))):
         choices = [{"question": name, "options": options, "answer": "12.34"} for name in "ab"]
         assert [(e.options, e.answer) for e in both(load_task(choices))] == [(("0.1", "12.34", "3.25"), "B")] * 2
+
+
+@pytest.mark.parametrize(("first", "base"), [(1, 0), (0, 1)])
+def test_numbers_of_options_whose_labels_are_other_numbers(first, base):
+    """0-based numbers beside the labels 1 to 4, or the other way round: three of four are labels, too."""
+    labels = [str(first + i) for i in range(4)]
+    rows = [{"question": f"q{i}", "choices": {"label": labels, "text": list("wxyz")}, "answer": base + i} for i in range(4)]
+    with pytest.raises(
+        DataError, match=r"is the label of one option and the number of another .*--answer choice:0 or choice:1"
+    ):
+        both(load_task(rows))
+    task = load_task(rows, answer=f"choice:{base}")
+    assert sorted((e.question[:2], e.answer) for e in both(task)) == [("q0", "A"), ("q1", "B"), ("q2", "C"), ("q3", "D")]
 
 
 def test_a_map_of_parquet_holds_options(tmp_path):

@@ -95,6 +95,15 @@ def test_activations_are_recomputed_where_they_do_not_fit(unused, recomputes, mo
     assert "without it a step adds up to" in decided["gradient_checkpointing"]
 
 
+def test_activations_of_a_model_that_cannot_recompute_them_are_kept(monkeypatch, tmp_path):
+    args, model = run_config("unused", tmp_path, gradient_checkpointing=None), add_lora(random_model())
+    monkeypatch.setattr(type(model.get_base_model()), "supports_gradient_checkpointing", False)
+    decided = setup.decide_for_device(args, model)
+    assert (
+        args.activation_checkpointing is False and "Qwen2ForCausalLM does not support it" in decided["gradient_checkpointing"]
+    )
+
+
 @pytest.mark.parametrize(("fsdp_size", "tokens"), [(None, 32_768), (1, 32_768), (2, 8192)])
 def test_a_base_that_is_spread_is_scored_in_batches_that_need_not_become_smaller(fsdp_size, tokens, monkeypatch, tmp_path):
     args, explicit = (run_config("unused", tmp_path, fsdp_size=fsdp_size, score_tokens_per_forward=n) for n in (None, 100))
@@ -263,6 +272,14 @@ def test_float16_is_refused(checkpoint, tmp_path):
     config = run_config(checkpoint, tmp_path / "run")
     with pytest.raises(ValueError, match="the model is in float16.*load it in bfloat16 or float32"):
         setup.load_setup(config, model=random_model(dtype=torch.float16), tokenizer=byte_tokenizer(), task=ToyTask())
+
+
+def test_a_model_without_a_head_is_refused(checkpoint, tmp_path):
+    config = run_config(checkpoint, tmp_path / "run")
+    with pytest.raises(
+        ValueError, match="the model is a Qwen2Model, without a language-model head: load it by AutoModelForCausalLM"
+    ):
+        setup.load_setup(config, model=random_model().model, tokenizer=byte_tokenizer(), task=ToyTask())
 
 
 def test_a_model_on_several_devices_is_refused(tmp_path, checkpoint):

@@ -110,7 +110,9 @@ def test_a_single_method_and_a_run_that_has_just_begun(tmp_path):
     assert verdict(run).sentence == "FIRE solves 60.0 % of the held-out problems after training, +10.0 points since step 0."
     begun = write_run(tmp_path / "b", (0.5, 0.6), steps=1)
     assert verdict(begun).sentence == "No run is finished yet, so no method can be called the best."
-    assert "No run is finished" in page_of([begun], tmp_path)
+    assert "No run is finished yet." in page_of([begun], tmp_path)
+    (write_run(tmp_path / "c", (0.5, 0.6)) / "evals.jsonl").unlink()
+    assert verdict(tmp_path / "c").sentence == "No finished run was evaluated, so no method can be called the best."
 
 
 def test_only_the_common_rate_competes_where_several_methods_have_it(tmp_path):

@@ -21,6 +21,8 @@ from transformers import TrainerCallback
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli import main as cli
 from firedistill.config import effect
+from firedistill.models.loading import load_model_and_tokenizer
+from firedistill.models.lora import add_lora
 from firedistill.objectives import Metrics, Objective, batches, registered_objectives
 from firedistill.run import checkpoints, signals
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
@@ -814,6 +816,50 @@ def test_the_state_of_a_custom_method_is_restored(model, tmp_path):
     assert same_runs(tmp_path / "whole", tmp_path / "killed") == []
 
 
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+
+
+def constant_then_cosine(optimizer):
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), cosine(optimizer)]
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [1])
+
+
+@pytest.mark.parametrize("schedule", [cosine, constant_then_cosine])
+def test_a_run_with_a_schedule_of_the_caller_resumes(schedule, model, tmp_path):
+    def trainer(run: str, **changes) -> SelfDistillTrainer:
+        torch.manual_seed(0)
+        student, tokenizer = load_model_and_tokenizer(model, dtype="float32")
+        student = add_lora(student, r=4)
+        optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=1e-2)
+        config = killable_config(model, tmp_path / run, "fire", 4, **changes)
+        optimizers = optimizer, schedule(optimizer)
+        return SelfDistillTrainer(student, config, RandomTask(), processing_class=tokenizer, optimizers=optimizers)
+
+    trainer("whole").train()
+    first = trainer("run")
+    first.callback_handler.callbacks.insert(-1, At(3, die))
+    with pytest.raises(ConnectionResetError):
+        first.train()
+    trainer("run", max_grad_norm=0.9).train(allow_changes=["max_grad_norm"])
+    rates = [[row["learning_rate"] for row in read_jsonl(tmp_path / run / "metrics.jsonl")] for run in ("whole", "run")]
+    assert rates[0] == rates[1] and len(set(rates[0])) > 1
+
+
+def test_examples_of_the_caller_are_evaluated_and_attributed_where_that_is_wanted(model, tmp_path):
+    held_out = RandomTask().examples("eval", 5, seed=3)
+
+    def rows(run: str, **changes):
+        config = killable_config(model, tmp_path / run, "fire", 2, **changes)
+        SelfDistillTrainer(args=config, task=RandomTask(), eval_examples=held_out).train()
+        return read_jsonl(tmp_path / run / "evals.jsonl")
+
+    assert rows("none", eval_size=0) == [] and len(rows("some", attribution_examples=2)) == 2
+    files = (tmp_path / "some" / "attribution").glob("*.json")
+    records = [record for file in files for record in json.loads(file.read_text())["examples"]]
+    assert records and {record["uid"] for record in records} <= {example.uid for example in held_out}
+
+
 # ---- The command line ------------------------------------------------------------------------------------------------------
 
 
@@ -847,6 +893,8 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
     assert "has no setting 'group'" in capsys.readouterr().err
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3"]) == 2
     assert "already holds a run with other settings and no checkpoint (learning_rate was 0.01" in capsys.readouterr().err
+    assert firedistill(["train", str(copy), "--learning_rate", "1e-3", "--resume_from_checkpoint", "auto"]) == 2
+    assert "already holds a run with other settings" in capsys.readouterr().err
     (copy / "finished.json").unlink()
     assert firedistill(["train", str(copy)]) == 0
     assert same_runs(whole, copy) == []

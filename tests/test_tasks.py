@@ -589,6 +589,14 @@ def test_gym_accepts_another_form_of_a_number(gym):
     assert task.verify(example, f"#### {example.answer}.0").correct
 
 
+def test_gym_reads_a_text_without_its_markup(gym):
+    task = gym("gym:spell_backward")
+    example = task.examples("train", n=1)[0]
+    for response in ("**#### {}**", "`#### {}`", "#### {}\n####", "#### {} ####"):
+        assert task.verify(example, response.format(example.answer)).correct, response
+    assert not task.verify(example, "####").well_formed
+
+
 def test_gym_evaluates_nothing_harmful_and_times_out(gym, tmp_path):
     task = gym("gym:polynomial_multiplication")
     task._isolated_scorer.seconds = 1.0

@@ -28,7 +28,14 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    PreTrainedTokenizerBase,
+)
 
 from firedistill import Example, Verdict, load_task
 from firedistill.models.errors import ModelError
@@ -38,9 +45,9 @@ from firedistill.models.states import score_responses, unwrap
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollout import Response, Rollout, Sampling
-from firedistill.rollouts import load, orphans, server, vllm, weights
+from firedistill.rollouts import load, orphans, padding, server, vllm, weights
 from firedistill.rollouts.hf import HFRolloutEngine
-from firedistill.rollouts.padding import HeadPadding, PaddingError, padding_in, padding_on_cpu
+from firedistill.rollouts.padding import HeadPadding, PaddingError, cache_bytes_per_token, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import SETTINGS, VLLMEngine, environment_of_engine
@@ -257,6 +264,16 @@ def test_heads_are_padded_to_the_next_size_where_that_is_possible(folder):
     ):
         with pytest.raises(PaddingError, match="heads of .* are not supported by vLLM on CPUs .* use --rollouts hf"):
             padding_on_cpu(LlamaConfig(**config.to_dict() | {"head_dim": None} | changes))
+    with pytest.raises(PaddingError, match="mamba has no attention heads.* use --rollouts hf"):
+        padding_on_cpu(MambaConfig())
+    assert cache_bytes_per_token(MambaConfig(), torch.float32) == 0
+
+
+def test_what_cannot_be_padded_is_an_error_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["padding", str(tmp_path / "none"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        padding.main()
+    assert "there is no model" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 # ---- Requests ----------------------------------------------------------------------------------------------------------------

@@ -464,9 +464,13 @@ def match_object(args: SelfDistillConfig, model: PreTrainedModel | PeftModel, tr
         train: as in `record_adapter`.
 
     Raises:
-        ValueError: the object is in float16 or on several devices, its adapter cannot be trained or read back, or a setting asks for
-            another model than the object is.
+        ValueError: the object is no language model, is in float16 or on several devices, its adapter cannot be trained or read back, or
+            a setting asks for another model than the object is.
     """
+    if not unwrap(model).can_generate():
+        raise ValueError(
+            f"the model is a {type(unwrap(model)).__name__}, without a language-model head: load it by AutoModelForCausalLM"
+        )
     if any(p.dtype == torch.float16 for p in model.parameters()):
         raise ValueError(
             "the model is in float16, whose smallest numbers are larger than the gradients of most logits: load it in bfloat16 or "
@@ -630,7 +634,9 @@ def decide_for_device(
     checkpointing = args.activation_checkpointing
     if checkpointing is None:
         checkpointing, why = True, f"the default {'with fsdp_size' if on_gpu else 'for cpu'}"
-        if on_gpu and not is_sharded(unwrap(model)):
+        if not unwrap(model).supports_gradient_checkpointing:
+            checkpointing, why = False, f"{type(unwrap(model)).__name__} does not support it"
+        elif on_gpu and not is_sharded(unwrap(model)):
             parts = memory_of_step(args, model, checkpointing=False, teacher=teacher)
             need = sum(parts.values()) - sum(p.nbytes for p in model.parameters())
             checkpointing = need > 0.9 * unused

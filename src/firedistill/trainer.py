@@ -176,7 +176,7 @@ class SelfDistillTrainer(ResumableTrainer):
             check_parameters(self.setup.model, optimizers[0])
             take_rate(self.setup.args, optimizers[0])
         args, self.task, self.encoder = self.setup.args, self.setup.task, self.setup.encoder
-        self.eval_examples = self.setup.eval_examples
+        self.eval_examples, self.own_eval_examples = self.setup.eval_examples, eval_examples is not None
         self.objective: Objective = load_objective(args.method, args.method_settings)
         self.prompts_per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         with explained_memory(LOADING):  # the model moves to the device
@@ -726,7 +726,9 @@ class SelfDistillTrainer(ResumableTrainer):
             return
         state = random_state()  # a task may draw from it
         try:
-            examples = self.task.examples(args.eval_split, 8 * count, args.eval_subset_seed, args.data_dir)
+            examples = self.eval_examples[: 8 * count]
+            if not self.own_eval_examples:
+                examples = self.task.examples(args.eval_split, 8 * count, args.eval_subset_seed, args.data_dir)
             show = partial(self.on_progress, "answers to attribute", total=len(examples))
             with getattr(self.rollout_engine, "returning_memory", nullcontext)():  # training has fewer prompts at once
                 rollouts, _ = answer_examples(

@@ -82,7 +82,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     # From before the model is loaded, so that a second command fails at once.
     with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
         read_method_settings(config)  # a wrong setting is an error of its own, and no other run
-        if wanted is None:
+        if wanted is None or str(wanted).lower() == "auto":
             refuse_another_run(folder, config)
         console.print(
             f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True

@@ -55,7 +55,8 @@ def attention(
         `[B, T, heads, size]`, and None for the attention weights.
     """
     plain = not kwargs.get("dropout") and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
-    if (packed := kwargs.pop("packed", None)) is not None and plain:  # see `teacher/prefix_cache.py`
+    # See `teacher/prefix_cache.py`; a layer that makes a mask of its own, as Doge's, is not packed.
+    if (packed := kwargs.pop("packed", None)) is not None and plain and (attention_mask is None or attention_mask.numel() == 1):
         return packed.attention(module, query, key, value, scaling), None
     plain = plain and (attention_mask is None or attention_mask.shape[1] == 1)
     if plain and query.shape[2] == 1:

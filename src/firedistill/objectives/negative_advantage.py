@@ -35,12 +35,12 @@ def negative_advantages(
     Args:
         log_probs: `[T]`, of the sampled tokens.
         entropies: `[T]`, of the distributions they were sampled from, in nats.
-        share: share of the tokens that S holds; their number is rounded up.
+        share: share of the tokens that S holds; their number is rounded up, 7 for 0.07 of 100.
         advantage: a.
         delta: how much more negative tokens of high entropy are.
     """
     log_probs, entropies = log_probs.detach(), entropies.detach()
-    chosen = log_probs.argsort(stable=True)[: math.ceil(share * len(log_probs))]
+    chosen = log_probs.argsort(stable=True)[: math.ceil(round(share * len(log_probs), 6))]
     relative = torch.zeros_like(log_probs[chosen])
     if len(chosen):
         low, high = entropies[chosen].min(), entropies[chosen].max()

@@ -9,14 +9,16 @@ cancels in their difference, and what is left says which tokens carry the soluti
     J_i = mean over m = 0 of clip(A) + eta * mean over m = 1 of clip(A~)             an empty side is left out (eq. 15)
     L = - 1/(B G) sum_i J_i
 
-The right hint is the gold solution if the example has one, else another correct response of the group; the wrong hints are up to K
-other wrong responses of the group. Groups without both kinds of responses are left out. A response for which a hint is missing, or
-whose teacher prompt is longer than the model's positions, is trained with A alone. Here the teacher is the EMA (theirs: a copy taken
+The right hint is the gold solution if the example has one with its working, else another correct response of the group, else the gold
+answer line; the wrong hints are up to K other wrong responses of the group. In groups without both kinds of responses A is 0. A
+response for which a hint is missing, or whose teacher prompt cannot be built or is longer than the teacher's positions, is trained
+with A alone. Here the teacher is the EMA (theirs: a copy taken
 every 10 steps), the hint is one feedback field, and the group has 4 responses (theirs: 8). With one update per batch the ratio is 1.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +38,9 @@ from firedistill.objectives.srpo import verdict_advantages
 from firedistill.objectives.top_d import clipped_surrogate
 from firedistill.rollout import Rollout
 from firedistill.tasks import FeedbackField
+from firedistill.tasks.guard import TaskFault
+
+logger = logging.getLogger(__name__)
 
 
 def contrast(right: Tensor, wrong: Sequence[Tensor]) -> Tensor:
@@ -103,8 +108,9 @@ class RLCSD(Objective):
         others = [other for other in group if other is not rollout]
         right = [other.response.text for other in others if other.verdict.correct]
         wrong = [other.response.text for other in others if not other.verdict.correct][: self.wrong_hints]
-        if rollout.example.solution is not None:
-            right = [rollout.example.solution]
+        gold = rollout.example.solution
+        if gold is not None and ("\n" in gold or not right):  # an answer line alone is not in the wording of responses
+            right = [gold]
         return [right[0], *wrong] if right and wrong else None
 
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
@@ -127,12 +133,17 @@ class RLCSD(Objective):
         groups: dict[int, list[Rollout]] = {}
         for rollout in step.rollouts:
             groups.setdefault(rollout.prompt_index, []).append(rollout)
-        most = positions(step.model) or math.inf
+        most = positions(step.teacher.model) or math.inf
         hinted, owners = [], []
         for rollout in rollouts:
             texts = self.hints(rollout, groups[rollout.prompt_index]) or []
             variants = [replace(rollout, feedback=(FeedbackField("hint", f"Reference solution: {text}"),)) for text in texts]
-            if variants and all(step.teacher.view_tokens(variant, "full") <= most for variant in variants):
+            try:
+                fits = all(step.teacher.view_tokens(variant, "full") <= most for variant in variants)
+            except TaskFault as fault:
+                logger.warning("%s is trained without hints: %s", rollout.example.uid, fault)
+                continue
+            if variants and fits:
                 hinted += variants
                 owners.append((rollout, len(variants)))
         states = step.teacher.full(hinted, keep=False)

@@ -42,10 +42,12 @@ def build_config(
     settings, types = read_recipe(recipe) if recipe else {}, option_types(kind)
     if issubclass(kind, WarmStartConfig):
         settings.pop("method", None)
+    if "rollouts" in overrides:
+        settings.pop("rollout_servers", None)  # of the engine that the recipe has
     method = overrides.get("method", settings.get("method") or kind.method)
     settings |= settings_by_method(settings.pop("methods", None), types, recipe).get(str(method), {})
     values = {name: (value, f"in {recipe}") for name, value in settings.items()}
-    for option, value in overrides.items():
+    for option, value in sorted(overrides.items(), key=lambda given: "." in given[0]):  # a mapping, then its entries
         name, dot, key = option.partition(".")
         if dot:
             earlier, where = values.get(name, ({}, ""))

@@ -53,9 +53,14 @@ class Verdict:
         return f"{self.answer} {self.problems}".rstrip()
 
     @property
+    def nothing(self) -> str:
+        """Why there is no best method."""
+        return "No finished run was evaluated" if any(group.finished for group in self.candidates) else "No run is finished yet"
+
+    @property
     def answer(self) -> str:
         if self.best is None or self.final is None:
-            return "No run is finished yet, so no method can be called the best."
+            return f"{self.nothing}, so no method can be called the best."
         verb = "solves" if len(self.ties) == 1 else "each solve"
         solved = f"{listed(self.ties)} {verb} {self.final.mean:.1f} % of the held-out problems after training"
         if len(self.candidates) == 1:

@@ -121,7 +121,9 @@ def head_size(config: Any) -> int:
 
 
 def cache_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of the keys and values of a token, over all layers."""
+    """Bytes of the keys and values of a token, over all layers; 0 for a model without attention."""
+    if getattr(config, "num_attention_heads", None) is None:
+        return 0
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_size(config) * dtype.itemsize
 
@@ -132,6 +134,8 @@ def padding_on_cpu(config: Any) -> HeadPadding | None:
     Raises:
         PaddingError: the heads cannot be padded.
     """
+    if getattr(config, "num_attention_heads", None) is None:
+        raise PaddingError(f"{config.model_type} has no attention heads, which vLLM needs on a CPU: use --rollouts hf")
     size = head_size(config)
     if size in SUPPORTED:
         return None
@@ -154,12 +158,15 @@ def main() -> None:
     parser.add_argument("model", help="hub id, folder, .gguf file, smollm2 or lab")
     parser.add_argument("folder", type=Path, help="where to write it, in float32")
     options = parser.parse_args()
-    model, tokenizer = load_model_and_tokenizer(options.model, dtype="float32")
-    padding = padding_on_cpu(model.config)
-    if padding is None:
-        parser.error(f"vLLM supports the heads of {options.model} as they are")
-    padding.write(model.config, model.state_dict(), options.folder)
-    tokenizer.save_pretrained(options.folder)
+    try:
+        model, tokenizer = load_model_and_tokenizer(options.model, dtype="float32")
+        padding = padding_on_cpu(model.config.get_text_config())
+        if padding is None:
+            parser.error(f"vLLM supports the heads of {options.model} as they are")
+        padding.write(model.config, model.state_dict(), options.folder)
+        tokenizer.save_pretrained(options.folder)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     print(f"wrote {options.folder.absolute()}: heads of {padding.size} numbers in {padding.padded}; give the server this path")
 
 

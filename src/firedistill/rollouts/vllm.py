@@ -96,7 +96,7 @@ class VLLMEngine(RemoteEngine):
                 "vLLM's kernels for adapters need a base in half precision on a GPU, this one is in float32: use "
                 "--vllm_weights merged, or --model_dtype bfloat16"
             )
-        self.padding = padding_on_cpu(unwrap(model).config) if self.device.type == "cpu" else None
+        self.padding = padding_on_cpu(unwrap(model).config.get_text_config()) if self.device.type == "cpu" else None
         self.starts = self.adapters = 0
         self.llm: Any = None
         self.versions: dict[str, Any] = {}  # what the engine has, by version: LoRA requests, or None for merged weights

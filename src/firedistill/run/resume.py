@@ -16,6 +16,7 @@ from huggingface_hub import CommitInfo, HfApi
 from peft import PeftModel, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput
@@ -226,7 +227,7 @@ class ResumableTrainer(Trainer):
             return
         scheduler = self.lr_scheduler
         assert scheduler is not None  # Trainer creates it first
-        groups, rates = self.optimizer.state_dict()["param_groups"], list(scheduler.base_lrs)
+        groups, rates = self.optimizer.state_dict()["param_groups"], getattr(scheduler, "base_lrs", [])
         optimizer_state, schedule_state = (checkpoints.load_state(checkpoint, name) for name in ("optimizer", "scheduler"))
         try:
             check_optimizer_state(optimizer_state, self.optimizer)
@@ -236,12 +237,16 @@ class ResumableTrainer(Trainer):
             scheduler.load_state_dict(schedule_state)
         except Exception as error:  # what PyTorch raises for values that are not states
             raise CheckpointError(f"the optimizer state in {checkpoint} does not fit this run ({error})") from error
-        if self._allowed_changes:  # the stored states hold the old learning rate, weight decay, ...
-            for group, present, rate, schedule in zip(
-                self.optimizer.param_groups, groups, rates, scheduler.lr_lambdas, strict=True
-            ):
-                group |= {**present, "params": group["params"], "lr": rate * schedule(scheduler.last_epoch)}
-            scheduler.base_lrs = rates
+        if not self._allowed_changes:
+            return
+        for group, present in zip(
+            self.optimizer.param_groups, groups, strict=True
+        ):  # the stored one has the old weight decay, ...
+            group |= {**present, "params": group["params"], "lr": group["lr"]}
+        if isinstance(scheduler, LambdaLR):  # the caller's of another kind keeps its rates
+            scheduler.base_lrs = list(rates)
+            for group, rate, schedule in zip(self.optimizer.param_groups, rates, scheduler.lr_lambdas, strict=True):
+                group["lr"] = rate * schedule(scheduler.last_epoch)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Does nothing: `take_random_state` restores it before the first step samples, which is earlier than Trainer would."""

@@ -133,7 +133,7 @@ class StopRequest(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if control.should_training_stop:  # the last step, whatever `eval_steps` and `save_steps` are
-            control.should_evaluate = self.trainer.eval_dataset is not None
+            control.should_evaluate = args.eval_strategy != "no" and self.trainer.eval_dataset is not None
             control.should_save = args.save_strategy != "no"
         self.trainer.evaluation_due = control.should_evaluate
         self.trainer.settle()

@@ -89,7 +89,7 @@ def cell(row: Mapping[str, Any], name: str) -> Any:
 
 def without_array(value: Any) -> Any:
     """An array or a number of NumPy, which pandas has in place of lists and numbers, as Python's; of 0.1 in float32 as 0.1."""
-    if isinstance(value, list) or getattr(value, "shape", ()):
+    if isinstance(value, list) or getattr(value, "shape", None):
         return [without_array(item) for item in value]
     if str(getattr(value, "dtype", "")) in ("float16", "float32"):
         return shortest_decimal(value.item(), value.dtype.type)

@@ -142,7 +142,7 @@ class CodeTask(Task):
             raise DataError(f"field 'entry_point' is {entry_point[:80]!r}; write it as `add`, `Solution().add` or `module.add`")
         tests, setup = read_tests(row[column], entry_point, column)
         begun = _begun_program(prompt, entry_point)
-        setup = "\n".join(filter(None, [optional_text(row, "test_setup_code"), begun, setup]))
+        setup = "\n".join(filter(None, [_test_imports(row), optional_text(row, "test_setup_code"), begun, setup]))
         solution = next((text for name in SOLUTION_COLUMNS if (text := row.get(name)) and isinstance(text, str)), None)
         if solution is not None and begun is not None and not defines(solution, entry_point):
             solution = f"{prompt}\n{solution}"
@@ -447,6 +447,19 @@ def _calls_check(statement: ast.stmt) -> bool:
     return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "check"
 
 
+def _test_imports(row: Mapping[str, Any]) -> str:
+    """The imports that the tests need, which the sanitized MBPP has in a list.
+
+    Raises:
+        DataError: it is neither a list of texts nor a text.
+    """
+    lines = row.get("test_imports") or []
+    lines = [lines] if isinstance(lines, str) else lines
+    if not isinstance(lines, list | tuple) or not all(isinstance(line, str) for line in lines):
+        raise DataError(f"field 'test_imports' is {kind_of(lines)}; write a list of texts, one import in each")
+    return "\n".join(lines)
+
+
 def _called_name(row: Mapping[str, Any], column: str) -> str:
     """The function that the first assertion calls: MBPP has no column for it.
 
@@ -457,7 +470,7 @@ def _called_name(row: Mapping[str, Any], column: str) -> str:
     """
     tests = row[column] if isinstance(row[column], list | tuple) else [row[column]]
     texts = {f"field {column!r}, test {number}": test for number, test in enumerate(tests, start=1)}
-    texts["field 'test_setup_code'"] = row.get("test_setup_code")
+    texts |= {"field 'test_imports'": _test_imports(row), "field 'test_setup_code'": row.get("test_setup_code")}
     nodes = [node for where, text in texts.items() if isinstance(text, str) for node in ast.walk(_parsed(text, where))]
     others = {node.asname or node.name for node in nodes if isinstance(node, ast.alias)} | set(dir(builtins))
     others |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}

@@ -84,7 +84,7 @@ class Problem:
 
 
 def draw_problem(rng: random.Random, length: int) -> Problem | None:
-    """One problem of either split; None if its tests tell too little."""
+    """One problem of either split; None if its tests tell too little, or if it asks for letters of words that have digits by then."""
     kind = rng.choice(list(CHAINS))
     steps, ends, draw_list = CHAINS[kind]
     chain = [(operation, _draw(operation, rng)) for operation in (*rng.sample(steps, length), rng.choice(ends))]
@@ -107,7 +107,9 @@ def draw_problem(rng: random.Random, length: int) -> Problem | None:
             value = operation.run(value, k)
         cases.append((xs, value))
     distinct = {repr(value) for _, value in cases}
-    return Problem(description, solution, tuple(cases)) if len(distinct) >= 4 else None
+    _, appends_digits, later = " ".join(operation.words for operation, _ in chain).partition("as decimal digits")
+    unclear = appends_digits and "letter" in later
+    return Problem(description, solution, tuple(cases)) if len(distinct) >= 4 and not unclear else None
 
 
 def _draw(operation: Operation, rng: random.Random) -> Any:

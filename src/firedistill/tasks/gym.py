@@ -12,6 +12,7 @@ from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
 from firedistill.tasks.isolated import IsolatedScorer
+from firedistill.tasks.kinds import unmarked
 from firedistill.tasks.sources import DataError, refuse_data, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, Verdict
@@ -186,9 +187,10 @@ def _harmless(answer: str) -> bool:
 
 
 def _answer_text(response: str, several_lines: bool) -> str | None:
-    """The text after the last `####`: to the end of its line, or of the response if the gold has several lines."""
-    _, marker, rest = response.rpartition("####")
-    rest = rest.strip()
-    if not marker or not rest:
+    """The text after the last `####` that has any: to the end of its line, or of the response if the gold has several lines."""
+    before, marker, rest = response.rpartition("####")
+    while marker and not rest.strip():
+        before, marker, rest = before.rpartition("####")
+    if not marker:
         return None
-    return rest if several_lines else rest.split("\n")[0].strip()
+    return unmarked(rest if several_lines else rest.strip().split("\n")[0], before)

@@ -21,6 +21,7 @@ from firedistill.tasks.sources import PARQUET_EXPORT, DataError, Rows, kind_of
 
 TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".csv", ".tsv", ".parquet")
 CHUNK = 1024  # rows of a columnar file that are converted together
+SHORT_LIST = 26  # numbers in a list that may be options; a longer one is an embedding
 LONGEST_CELL = 2**31 - 1  # characters of a text file; a C long has no fewer bits on any platform
 
 
@@ -262,7 +263,7 @@ def needs_conversion(kind: Any) -> bool:
         return any(needs_conversion(field.type) for field in kind)
     if not pyarrow.types.is_nested(kind):
         return False
-    return needs_conversion(inner_type(kind)) and not is_short_float(inner_type(kind))  # lists may be long embeddings
+    return needs_conversion(inner_type(kind))
 
 
 def is_short_float(kind: Any) -> bool:
@@ -283,7 +284,7 @@ def inner_type(kind: Any) -> Any:
 
 def converted(value: Any, kind: Any) -> Any:
     """A value of an Arrow type with what stands for texts in `arrow.json`, and with the shortest decimals of numbers in float32 and
-    float16 outside of lists: 0.1, which as float64 is 0.10000000149011612."""
+    float16: 0.1, which as float64 is 0.10000000149011612. Lists of more than `SHORT_LIST` numbers stay as they are."""
     import pyarrow
 
     if value is None or not needs_conversion(kind):
@@ -296,6 +297,8 @@ def converted(value: Any, kind: Any) -> Any:
         if pyarrow.types.is_struct(kind):
             return {field.name: converted(value[field.name], field.type) for field in kind}
         return {name: converted(item, inner_type(kind)) for name, item in value.items()}
+    if is_short_float(inner_type(kind)) and len(value) > SHORT_LIST:
+        return value
     return [converted(item, inner_type(kind)) for item in value]
 
 

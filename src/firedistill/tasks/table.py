@@ -762,7 +762,10 @@ class TableTask(Task):
         if not by_label and not by_text:
             by_label = marked_places(text, labels, options)
         if self.answer in ("choice:0", "choice:1"):
-            by_text = []
+            by_text, by_label = [], by_label if number is None else []
+        elif by_label and number is not None and by_label != [number]:
+            fix = "say what the first option is called by --answer choice:0 or choice:1"
+            raise BadRow(f"{column} is the label of one option and the number of another", fix, kind_of(value))
         if by_text and self.gold_forms == {"text"}:
             by_label = []
         if by_label and by_text and by_label != by_text and len(self.gold_forms) > 1:

@@ -83,8 +83,8 @@ def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) 
     remainder = rest.strip(_CLOSERS).lstrip(_OPENERS)
     if not remainder.strip("-\u2014 "):
         return label
-    if text[0].islower() and rest[0] == " ":
-        return None  # "a car"
+    if text[0].islower() and rest[0] == " " and any(_same_option(text, option) for option in options):
+        return None  # "a car", which is another option
     own_text = dict(zip(labels, options, strict=False)).get(label)
     if own_text is None:
         return label if rest[0] in ")].:" and not _names_a_label(remainder, labels) else None
