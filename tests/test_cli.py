@@ -393,6 +393,7 @@ def test_another_engine_takes_the_place_of_a_runs_servers(tmp_path):
     assert build_config(SelfDistillConfig, str(stored), given).rollout_servers == ["http://a:1"]
     config = build_config(SelfDistillConfig, str(stored), given | {"rollouts": "hf"})
     assert (config.rollouts, config.rollout_servers) == ("hf", [])
+    assert build_config(SelfDistillConfig, str(stored), given | {"rollouts": "server"}).rollout_servers == ["http://a:1"]
 
 
 def test_settings_without_evaluation_can_be_copied():

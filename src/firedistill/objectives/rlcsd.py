@@ -12,8 +12,8 @@ cancels in their difference, and what is left says which tokens carry the soluti
 The right hint is the gold solution if the example has one with its working, else another correct response of the group, else the gold
 answer line; the wrong hints are up to K other wrong responses of the group. In groups without both kinds of responses A is 0. A
 response for which a hint is missing, or whose teacher prompt cannot be built or is longer than the teacher's positions, is trained
-with A alone. Here the teacher is the EMA (theirs: a copy taken
-every 10 steps), the hint is one feedback field, and the group has 4 responses (theirs: 8). With one update per batch the ratio is 1.
+with A alone. Here the teacher is the EMA (theirs: a copy taken every 10 steps), the hint is one feedback field, and the group has 4
+responses (theirs: 8). With one update per batch the ratio is 1.
 """
 
 from __future__ import annotations

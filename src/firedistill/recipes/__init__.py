@@ -42,7 +42,7 @@ def build_config(
     settings, types = read_recipe(recipe) if recipe else {}, option_types(kind)
     if issubclass(kind, WarmStartConfig):
         settings.pop("method", None)
-    if "rollouts" in overrides:
+    if overrides.get("rollouts", "server") != "server":
         settings.pop("rollout_servers", None)  # of the engine that the recipe has
     method = overrides.get("method", settings.get("method") or kind.method)
     settings |= settings_by_method(settings.pop("methods", None), types, recipe).get(str(method), {})

@@ -193,4 +193,4 @@ def _answer_text(response: str, several_lines: bool) -> str | None:
         before, marker, rest = before.rpartition("####")
     if not marker:
         return None
-    return unmarked(rest if several_lines else rest.strip().split("\n")[0], before)
+    return unmarked(rest if several_lines else rest.strip().split("\n")[0], before) or None
