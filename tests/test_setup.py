@@ -15,12 +15,14 @@ from transformers import GenerationConfig
 from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup, task
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
+from firedistill.models.errors import explain_errors
 from firedistill.models.lora import add_lora, load_adapter
 from firedistill.models.tokens import stop_token_ids
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.run.identity import refuse_another_run, to_plain
 from firedistill.setup import given_examples, load_setup, read_method_settings
 from firedistill.tasks.guard import GuardedTask, TaskFault
+from firedistill.teacher import own_model
 from killable import RandomTask, killable_config
 from tiny import ToyTask, byte_tokenizer, random_model
 
@@ -518,6 +520,16 @@ def test_an_optimizer_of_other_parameters_is_refused(config):
         ValueError, match="the optimizer holds none of the adapter's parameters: pass a model that has its adapter"
     ):
         SelfDistillTrainer(model, config(), processing_class=byte_tokenizer(), optimizers=(optimizer, None))
+
+
+def test_a_teacher_that_does_not_fit_names_its_own_options(config, checkpoint, monkeypatch):
+    def loads(name, **options):
+        with explain_errors(name, "weights"):
+            raise MemoryError
+
+    monkeypatch.setattr(own_model, "load_model_and_tokenizer", loads)
+    with pytest.raises(OutOfMemory, match="loading .* does not fit; use --teacher_quantization nf4, --teacher_dtype bfloat16"):
+        load_setup(config(teacher=checkpoint))
 
 
 def test_an_adapter_that_does_not_fit_is_an_error_that_names_its_rank(checkpoint, tmp_path, monkeypatch):

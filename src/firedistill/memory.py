@@ -42,6 +42,7 @@ LOADING = (
     "use --quantization nf4, --model_dtype bfloat16 or a smaller model, end other programs that hold memory, or raise the memory "
     "limit of the process"
 )
+LOADING_TEACHER = LOADING.replace("--quantization", "--teacher_quantization").replace("--model_dtype", "--teacher_dtype")
 SMALLER_MICRO_BATCHES = (
     "training does not fit; lower per_device_train_batch_size and raise gradient_accumulation_steps by the same factor (the result is "
     "the same), turn gradient_checkpointing on, set merge_adapter false (on a GPU its copies stay in memory), and resume with "

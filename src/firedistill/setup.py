@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig, WarmStartConfig
 from firedistill.footprint import memory_of_step
-from firedistill.memory import LOADING, BatchLimit, explained_memory, total_memory, unused_memory
+from firedistill.memory import LOADING, LOADING_TEACHER, BatchLimit, OutOfMemory, explained_memory, total_memory, unused_memory
 from firedistill.models.adapter import compute_in_base_dtype, computes_in_base_dtype
 from firedistill.models.attention import has_bfloat16, use_own_attention
 from firedistill.models.errors import ModelError
@@ -88,7 +88,7 @@ class Setup:
         """
         args, own = self.args, self.teacher_model
         if own is not None:
-            with explained_memory(f"the teacher does not fit; {LOADING}"):
+            with explained_memory(f"the teacher does not fit; {LOADING_TEACHER}"):
                 if args.teacher_quantization is None:
                     cast(torch.nn.Module, own).to(next(self.model.parameters()).device)
         return Teacher(
@@ -324,6 +324,7 @@ def load_teacher(
 
     Raises:
         ModelError: there is no such teacher, or it does not fit the student.
+        OutOfMemory: it does not fit into memory.
     """
     if args.teacher_kind == "adapter":
         adapter = adapter_teacher(student, args.teacher)
@@ -344,6 +345,8 @@ def load_teacher(
         )
     except ModelError as error:
         raise ModelError(f"teacher {args.teacher}: {error}") from error
+    except OutOfMemory as error:
+        raise OutOfMemory(str(error).replace(LOADING, LOADING_TEACHER)) from error
 
 
 def named_task(task: Any, args: SelfDistillConfig, judged: bool) -> Task:
