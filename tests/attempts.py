@@ -266,8 +266,11 @@ def differences(kind: str, first: Path, second: Path) -> list[str]:
 
 
 def same_files(first: Path, second: Path) -> list[str]:
-    """Files that only one of two run directories has, and differing ones that hold no times."""
-    names = [{str(path.relative_to(run)) for path in run.rglob("*") if path.suffix != ".lock"} for run in (first, second)]
+    """Files that only one of two run directories has, and differing ones that hold no times.
+
+    A run that is killed once it is finished leaves its lock, which the operating system has released; the next run takes the file.
+    """
+    names = [{str(path.relative_to(run)) for path in run.rglob("*") if not path.name.endswith(".lock")} for run in (first, second)]
     texts = sorted(name for name in names[0] & names[1] if name.startswith("attribution/") or name.startswith("README"))
     found = [f"only one run has {name}" for name in sorted(names[0] ^ names[1])]
     return found + [

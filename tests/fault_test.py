@@ -54,9 +54,6 @@ PATIENCE = 90
 LOST = re.compile(r"(\S+: )?(rollouts$|checkpoints \[|only one run has (rollouts|checkpoint-|attribution/|curves\.png))")
 """Differences that are allowed where the log says that something could not be written."""
 
-LEFT = "only one run has .lock"
-"""A lock that could not be removed: the operating system has released it, and the next run takes the file."""
-
 DATE = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?")
 
 
@@ -217,7 +214,7 @@ class Faults:
         if (self.whole / "run").is_dir() and self.kind not in ("report", "inspect", "eval"):
             found = differences(self.kind, self.whole / "run", self.work / "run")
             told = "could not be written" in said or "is missing" in said
-            return [text for text in found if not (text == LEFT or (LOST.match(text) and told))]
+            return [text for text in found if not (LOST.match(text) and told)]
         changed = different_files(self.whole, self.work)
         return changed + ["output"] * (self.text() != self.output)
 
