@@ -270,7 +270,9 @@ def same_files(first: Path, second: Path) -> list[str]:
 
     A run that is killed once it is finished leaves its lock, which the operating system has released; the next run takes the file.
     """
-    names = [{str(path.relative_to(run)) for path in run.rglob("*") if not path.name.endswith(".lock")} for run in (first, second)]
+    names = [
+        {str(path.relative_to(run)) for path in run.rglob("*") if not path.name.endswith(".lock")} for run in (first, second)
+    ]
     texts = sorted(name for name in names[0] & names[1] if name.startswith("attribution/") or name.startswith("README"))
     found = [f"only one run has {name}" for name in sorted(names[0] ^ names[1])]
     return found + [
