@@ -239,9 +239,8 @@ class ResumableTrainer(Trainer):
             raise CheckpointError(f"the optimizer state in {checkpoint} does not fit this run ({error})") from error
         if not self._allowed_changes:
             return
-        for group, present in zip(
-            self.optimizer.param_groups, groups, strict=True
-        ):  # the stored one has the old weight decay, ...
+        for group, present in zip(self.optimizer.param_groups, groups, strict=True):
+            # The stored group has the old weight decay, ...
             group |= {**present, "params": group["params"], "lr": group["lr"]}
         if isinstance(scheduler, LambdaLR):  # the caller's of another kind keeps its rates
             scheduler.base_lrs = list(rates)

@@ -761,10 +761,10 @@ class TableTask(Task):
         number = None if number is None or self.base is None or (by_text and "." in text) else number - self.base
         if not by_label and not by_text:
             by_label = marked_places(text, labels, options)
+        fix = "say what the first option is called by --answer choice:0 or choice:1"
         if self.answer in ("choice:0", "choice:1"):
             by_text, by_label = [], by_label if number is None else []
         elif by_label and number is not None and by_label != [number]:
-            fix = "say what the first option is called by --answer choice:0 or choice:1"
             raise BadRow(f"{column} is the label of one option and the number of another", fix, kind_of(value))
         if by_text and self.gold_forms == {"text"}:
             by_label = []
@@ -773,7 +773,6 @@ class TableTask(Task):
             raise BadRow(problem, "write letters in all rows, or texts in all", kind_of(value))
         found = set(by_label) if by_label else {*by_text, *([number] if number is not None else [])}
         if len(found) > 1:
-            fix = "say what the first option is called by --answer choice:0 or choice:1"
             raise BadRow(f"{column} is the text of one option and the number of another", fix, kind_of(value))
         if not found or not 0 <= min(found) < len(options):
             raise BadRow(f"{column} is none of the options", "write the letter or the text of one", kind_of(value))
