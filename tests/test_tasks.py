@@ -605,9 +605,35 @@ def test_gym_evaluates_nothing_harmful_and_times_out(gym, tmp_path):
     assert not task.verify(example, f"#### __import__('pathlib').Path({str(proof)!r}).touch()").correct
     assert not task.verify(example, f"#### open({str(proof)!r}, 'w')").correct
     assert not task.verify(example, f"#### (exec)('open({str(proof)!r}, 1)')").correct
+    attack = f'"open%c{str(proof)!r}, %cw%c%c" % (40, 39, 39, 41)'  # a text without a call
+    for text in (f"exp({attack})", f"[exp({attack}) for exp in [exec]]", f"[exp := exec, exp({attack})]"):
+        assert not task.verify(example, f"#### {text}").correct
+    assert not task.verify(example, f"#### [exec #+\r({attack})]").correct
     assert not proof.exists()
     assert not task.verify(example, "#### 9**9**9**9**9").correct
     assert task.verify(example, f"#### 0 + ({example.answer})").correct  # a new process, after the one that hung
+    task._isolated_scorer.close()
+
+
+def test_gym_runs_no_answer_that_is_python(gym, tmp_path):
+    task, proof = gym("gym:spiral_matrix"), tmp_path / "proof"
+    example = task.examples("eval", n=1)[0]
+    attack = f'"open%c{str(proof)!r}, %cw%c%c" % (40, 39, 39, 41)'
+    for text in (f"[exp({attack}) for exp in [exec]]", f"[(exp := exec), exp({attack})]", f"[exec #+\r({attack})]"):
+        assert not task.verify(example, f"#### {text}").correct
+    assert not proof.exists()
+    task._isolated_scorer.close()
+    numbers = [int(number) for number in example.answer.split()]
+    assert task._mark(str(numbers), example) > 0.0, "a list is read"
+    task._isolated_scorer.close()
+
+
+def test_a_remark_does_not_count_as_numbers_that_are_used(gym):
+    task = gym("gym:countdown")
+    example = task.examples("eval", n=1)[0]
+    target, numbers = example.metadata["metadata"]["target"], example.metadata["metadata"]["numbers"]
+    cheat = f"#### {'+'.join(['True'] * target)} # {' '.join(map(str, numbers))}"
+    assert not task.verify(example, cheat).correct
     task._isolated_scorer.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import keyword
 import re
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,8 @@ _HARMLESS_CALLS = frozenset(
     ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt", "Abs"]
 )
 _OPERATORS = frozenset("+-*/%,([{=<>:|&^~")
+_HARMFUL = re.compile(r"__|:=|[\\#;@\r]")  # a comment or a line break may stand between a name and its parenthesis
+_QUOTE = re.compile("['\"]")
 _TOKEN = re.compile(r"[^\W\d]\w*|\d+|\S")
 
 
@@ -173,11 +176,14 @@ def _offset(name: str, seed: int) -> int:
 
 
 def _harmless(answer: str) -> bool:
-    """Whether a text is safe to evaluate: it names no attribute and calls only elementary functions."""
-    if "__" in answer or "\\" in answer:
+    """Whether a text is safe to evaluate: it names no attribute, binds no name, and calls only elementary functions, and those with
+    numbers, since sympy evaluates texts."""
+    if _HARMFUL.search(answer) or ("(" in answer and _QUOTE.search(answer)):
         return False
     previous = "("
     for token in _TOKEN.findall(answer):
+        if keyword.iskeyword(token):
+            return False
         if token == "(" and not (previous in _OPERATORS or previous in _HARMLESS_CALLS or previous.isdecimal()):
             return False
         if previous == "." and not token.isdecimal():

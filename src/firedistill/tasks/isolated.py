@@ -24,13 +24,14 @@ class IsolatedScorer:
     """
 
     PROGRAM = """
-import pickle, sys
+import os, pickle, sys
+replies = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 except (ImportError, ValueError, OSError):
     pass
-replies, sys.stdout = sys.stdout, sys.stderr
 {source}
 print(0.0, file=replies, flush=True)
 while True:
