@@ -16,7 +16,7 @@ from firedistill.cli.data import near_misses
 from firedistill.rollout import Response, Rollout
 from firedistill.run.log import read_jsonl
 from firedistill.tasks import DataError, code, functions
-from firedistill.tasks.code import CodeTask, extract_program, read_tests
+from firedistill.tasks.code import CHECK, CodeTask, extract_program, failing_test_text, read_tests
 from firedistill.tasks.functions import CHAINS, LEVELS, Functions, draw_problem
 from firedistill.tasks.guard import GuardedTask
 from firedistill.tasks.sandbox import Limits, Outcome, Report, SandboxError, Snippet, run_program, sandbox_level
@@ -166,7 +166,16 @@ def test_a_completion_of_a_prompt_that_is_code(tmp_path):
 def test_a_check_that_is_more_than_assertions_runs_as_a_whole():
     tests, setup = read_tests("def check(f):\n    for i in range(3):\n        assert f(i) == i\n\ncheck(same)", "same")
     (test,) = tests
-    assert (test.run.kind, test.run.text, test.outside) == ("exec", "check(same)", False) and "def check" in setup
+    assert (test.run.kind, test.run.text, test.outside) == ("exec", f"{CHECK}(same)", False) and f"def {CHECK}" in setup
+    assert failing_test_text(1, test, "no value").startswith("Failing test 1: call=`check(same)`; ")
+
+
+@pytest.mark.parametrize(("sign", "correct"), [("+", True), ("-", False)])
+def test_a_program_with_a_check_of_its_own_does_not_replace_that_of_the_tests(sign, correct):
+    tests = "def check(f):\n    for i in range(3):\n        assert f(i, 1) == i + 1\n\ncheck(add)"
+    example = CodeTask().example({"prompt": "Add two numbers.", "entry_point": "add", "tests": tests}, "u")
+    program = f"def check(n):\n    return n % 2 == 0\n\ndef add(x, y):\n    return x {sign} y"
+    assert CodeTask().verify(example, fenced(program)).correct is correct
 
 
 def test_helpers_stand_beside_the_tests():

@@ -537,11 +537,41 @@ def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
 )
 def test_a_process_that_cannot_isolate_itself_gives_no_verdict(kind, text, said, monkeypatch):
     result = json.dumps({"error": {"type": kind, "text": text, "line": None, "phase": "sandbox"}})
-    report = {"late": False, "signal": None, "lost": 0, "output": "", "result": result}
+    report = {"late": False, "signal": None, "lost": 0, "output": "", "isolated": False, "result": result}
     monkeypatch.setattr(sandbox, "_importable", lambda: {"libraries": []})
     monkeypatch.setattr(sandbox, "_ask", lambda *_: [report])
     with pytest.raises(SandboxError, match=f"^{said}$"):
         sandbox._run("", "", [], Limits(), "limits")
+
+
+def test_a_program_cannot_say_that_the_sandbox_failed(level):
+    forged = json.dumps({"error": {"type": "OSError", "text": "no Landlock", "line": None, "phase": "sandbox"}})
+    program = f"import os\nos.write(3, {forged.encode()!r})\nos._exit(0)"
+    assert run_program(program, [Snippet("eval", "1")]).load.status == "raised"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["sys.stdout = io.TextIOWrapper(sys.stdout.buffer)", "sys.stderr = io.TextIOWrapper(sys.stderr.buffer)"],
+        ["sys.stdout = None"],
+        ["sys.stdout.close()"],
+    ],
+)
+def test_a_program_may_replace_its_streams(level, lines):
+    report = run_program("\n".join(["import io, sys", *lines]), [Snippet("eval", "1 + 1")])
+    assert [(outcome.status, outcome.value) for outcome in report.outcomes] == [("returned", 2)]
+
+
+def test_tests_share_no_files(level):
+    if level != "namespaces":
+        pytest.skip("programs write no files at this level, or there is one folder for them")
+    program = "import sqlite3\nwith sqlite3.connect('app.db') as base:\n    base.execute('CREATE TABLE users (name TEXT)')\n"
+    program += "open('/tmp/log.txt', 'x').close()"
+    report = run_program(program, [Snippet("eval", "sorted(__import__('os').listdir('/tmp'))")] * 3)
+    assert report.load.status == "returned"
+    (files,) = {tuple(outcome.value) for outcome in report.outcomes}
+    assert {"app.db", "log.txt"} <= set(files) and ".new" not in files
 
 
 def test_a_stage_that_hangs_is_ended(level, monkeypatch, tmp_path):

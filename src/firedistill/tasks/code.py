@@ -26,6 +26,7 @@ CODE_INSTRUCTION = (
     "Answer with one Python program in a fenced code block (```python ... ```). It is run and tested; nothing else is read."
 )
 MAX_REMARKS = 3
+CHECK = "check_of_the_tests"  # the name of the tests' `check` beside the program, which may define its own
 
 # The names under which published datasets (HumanEval, MBPP) have what the columns below hold.
 PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
@@ -379,8 +380,9 @@ def _text_tests(text: str, entry_point: str, where: str) -> tuple[list[UnitTest]
             if all(isinstance(part, ast.Assert) for part in body):
                 tests += [_assertion(part, where) for part in body]
             else:
-                beside.append(ast.unparse(statement))
-                tests.append(UnitTest(Snippet("exec", f"{statement.name}({entry_point})"), outside=False))
+                statement.name = CHECK
+                beside.append(ast.unparse(_Renamed({"check": CHECK}).visit(statement)))
+                tests.append(UnitTest(Snippet("exec", f"{CHECK}({entry_point})"), outside=False))
         elif not _calls_check(statement) and _is_lost(statement, entry_point):
             raise _lost(statement, where, "write assertions at the top level, or in a function check(candidate)")
         elif not _calls_check(statement):
@@ -517,7 +519,7 @@ def _test_text(result: Result) -> str:
 
 def failing_test_text(number: int, test: UnitTest, got: str) -> str:
     """The feedback about one failing test."""
-    call = test.run.text if test.outside else test.run.text.removeprefix("assert ")
+    call = test.run.text if test.outside else test.run.text.removeprefix("assert ").replace(f"{CHECK}(", "check(")
     return f"Failing test {number}: call={quoted(call)}; expected={test.wanted}; got={got}."
 
 

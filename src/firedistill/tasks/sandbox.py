@@ -248,7 +248,7 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
         reports = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
     results = [_parsed(report["result"]) for report in reports]
     error = results[0].get("error")
-    if isinstance(error, dict) and error.get("phase") == "sandbox":  # it could not isolate itself; the program has not run
+    if isinstance(error, dict) and not reports[0]["isolated"]:  # the program has not run
         raise SandboxError(f"{error.get('text') or error.get('type')}")
     load, *ran = map(_outcome, reports, results)
     if load.status == "returned" and len(ran) < len(tests) and (not ran or ran[-1].status != "time"):

@@ -39,7 +39,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 8192, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_OPTIONS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8}
 # One user per sandbox: of a range that no distribution assigns, else, in containers with 65,536 users, of the one for dynamic users.
@@ -56,10 +56,20 @@ DENIED: dict[str, tuple[int, int]] = {
     "kcmp": (312, 272),
     "memfd_create": (319, 279),  # memory outside the limit on address space
     "memfd_secret": (447, 447),
+    # Of System V, what gets an identifier and what uses one, since identifiers of other processes can be listed and guessed
     "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
     "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "semctl": (66, 191),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
     "userfaultfd": (323, 282),
@@ -242,6 +252,7 @@ def install_landlock(readable: list[str], writable: list[str]) -> None:
 
 # ---- Isolation -----------------------------------------------------------------------------------------------------------------
 
+NEW_TMP = "/tmp/.new"  # where the /tmp of a process is made
 DEVICES = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"]
 
 # Modules of the standard library that need shared libraries, which may be in any folder (Spack, EasyBuild, Nix, Homebrew).
@@ -352,8 +363,24 @@ def mounts_from(folder: str) -> list[tuple[str, int]]:
     return found
 
 
-def private_view(scratch: str, bytes_of_files: int) -> None:
-    """Replace the file system by an empty one in memory with the libraries, read-only, some devices, and /tmp.
+def covers_in_tmp() -> list[str]:
+    """The folders in /tmp that hold libraries."""
+    return sorted({"/".join(path.split("/")[:3]) for path in libraries() if path.startswith("/tmp/")})
+
+
+def fresh_tmp(covers: list[str], bytes_of_files: int) -> None:
+    """Give this process an empty /tmp in memory, which ends with it and with what it starts."""
+    checked(libc.unshare(NEWNS), "unshare")
+    mount("tmpfs", NEW_TMP, "tmpfs", MS_NOSUID | MS_NODEV, f"size={bytes_of_files},nr_inodes=4096,mode=1777")
+    for cover in covers:
+        os.mkdir(inner := NEW_TMP + cover.removeprefix("/tmp"))
+        mount(cover, inner, None, MS_BIND | MS_REC)
+    mount(NEW_TMP, "/tmp", None, MS_MOVE)
+    os.chdir("/tmp")
+
+
+def private_view(scratch: str) -> None:
+    """Replace the file system by an empty one in memory with the libraries and some devices, all of it read-only.
 
     Args:
         scratch: an empty folder to build it on.
@@ -364,8 +391,8 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
     mount("tmpfs", scratch, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1024,mode=755")
     os.mkdir(f"{scratch}/dev")
     os.mkdir(f"{scratch}/tmp")
-    mount("tmpfs", f"{scratch}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={bytes_of_files},nr_inodes=4096,mode=1777")
-    covers = {scratch + "/".join(path.split("/")[:3]) for path in folders if path.startswith("/tmp/")}
+    os.mkdir(f"{scratch}{NEW_TMP}")
+    covers = [scratch + cover for cover in covers_in_tmp()]
     for cover in covers:  # a mount point cannot be renamed, so that no program puts its own libraries there
         os.mkdir(cover)
         mount(cover, cover, None, MS_BIND)
@@ -389,7 +416,7 @@ def private_view(scratch: str, bytes_of_files: int) -> None:
     os.chdir(scratch)
     checked(libc.syscall(DENIED["pivot_root"][machine_column()], b".", b"."), "pivot_root")
     checked(libc.umount2(b".", MNT_DETACH), "umount")
-    os.chdir("/tmp")
+    os.chdir("/")
 
 
 def set_limits(limits: dict[str, Any], processes: int) -> None:
@@ -442,7 +469,7 @@ class Isolation:
         self.level, self.limits, self.scratch = job["level"], job["limits"], job["scratch"]
         self.uid = user_of_its_own()
         self.filter: bytes | None = None
-        self.processes = self.limits["processes"]
+        self.processes, self.covers = self.limits["processes"], covers_in_tmp()
         if self.level != "limits":
             try:
                 self.filter = seccomp_program(self.level == "namespaces" or self.uid is not None)
@@ -452,6 +479,8 @@ class Isolation:
 
     def apply(self) -> None:
         """Give up every right that the program does not need. Nothing here can be taken back."""
+        if self.level == "namespaces":
+            fresh_tmp(self.covers, self.limits["file_bytes"])
         os.umask(0o077)
         set_limits(self.limits, self.processes)
         if sys.platform == "linux" and self.level != "namespaces":  # there, the namespace's first process has done it
@@ -557,6 +586,9 @@ def remarks(tree: ast.Module) -> list[str]:
     return [f"line {line}: {text}" for line, text in sorted(set(found))]
 
 
+ISOLATED = b"\n"  # the first that a process writes, before anything of the program runs
+
+
 # ---- Tests ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -567,6 +599,7 @@ def run_test(isolation: Isolation, job: dict[str, Any], test: dict[str, str], re
     try:
         phase = "sandbox"
         isolation.apply()
+        os.write(result, ISOLATED)
         phase = "program"
         if kind == "load":
             tree = ast.parse(job["program"])
@@ -591,7 +624,8 @@ def run_test(isolation: Isolation, job: dict[str, Any], test: dict[str, str], re
         failure = {"type": "MemoryError", "text": "", "line": None} if memory else described(error)
         report = {"error": {**failure, "phase": phase}, **report}  # first, where `run_all` looks for it
     if os.getpid() == me:
-        sys.stdout.flush()
+        with suppress(BaseException):  # the program may have closed or replaced it
+            sys.stdout.flush()
         text = json.dumps(report).encode("utf-8", "surrogatepass")
         while text:
             text = text[os.write(result, text) :]
@@ -662,13 +696,15 @@ def ended(isolation: Isolation, job: dict[str, Any], test: dict[str, str], secon
             sys.stdin = os.fdopen(0, closefd=False)
             sys.stdout = os.fdopen(1, "w", closefd=False, errors="backslashreplace")
             sys.stderr = sys.stdout
+            # A program that replaces a stream does not close it then.
+            sys.__dict__.update(__stdout__=sys.stdout, __stderr__=sys.stdout)
             run_test(isolation, job, test, 3)
         finally:
             os._exit(1)
     os.close(result_in)
     os.close(output_in)
     taken: dict[int, bytearray] = {result: bytearray(), output: bytearray()}
-    most = {result: limits["result_bytes"], output: limits["output_bytes"]}
+    most = {result: len(ISOLATED) + limits["result_bytes"], output: limits["output_bytes"]}
     lost = {result: 0, output: 0}
     poll = select.poll()
     for pipe in taken:
@@ -705,7 +741,8 @@ def ended(isolation: Isolation, job: dict[str, Any], test: dict[str, str], secon
     return {
         "late": late,
         "signal": os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None,
-        "result": taken[result].decode("utf-8", "replace"),
+        "isolated": taken[result].startswith(ISOLATED),
+        "result": taken[result].removeprefix(ISOLATED).decode("utf-8", "replace"),
         "lost": lost[result],
         "output": taken[output].decode("utf-8", "replace"),
     }
@@ -755,7 +792,7 @@ def main() -> int:
             return os.waitstatus_to_exitcode(status) & 0x7F
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prefer_to_kill()
-        private_view(job["scratch"], job["limits"]["file_bytes"])
+        private_view(job["scratch"])
     else:
         if linux:
             prctl(PR_SET_CHILD_SUBREAPER, 1)
