@@ -322,6 +322,13 @@ def test_the_settings_that_differ_with_the_runs_that_have_them(tmp_path):
     assert "does not change training" in page_of(sorted(tmp_path.iterdir()), tmp_path)
 
 
+def test_settings_differ_by_their_values_not_by_how_these_are_shown(tmp_path):
+    long = "x" * 300
+    write_run(tmp_path / "a", format_instruction=f"{long}1", columns=None, temperature=1)
+    write_run(tmp_path / "b", format_instruction=f"{long}2", columns={}, temperature=1.0)
+    assert [name for name, _, _ in differing_settings(read_study(sorted(tmp_path.iterdir())))] == ["format_instruction"]
+
+
 def test_settings_in_which_runs_of_one_group_differ_are_listed_and_other_numbers_of_samples_are_noted(tmp_path):
     folders = []
     for method, seed, samples in [("fire", 0, 4), ("fire", 1, 8), ("srpo", 0, 8), ("veto", 0, 0)]:

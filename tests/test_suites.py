@@ -331,6 +331,8 @@ def test_invalid_suite_files(text, complaint, toy):
             {"teacher": "folder/adapter"},
             "teacher: {place}/folder/adapter is not an adapter: it has no adapter_model.safetensors",
         ),
+        ({"eval_also": ["asdiv", "nope.jsonl"]}, "eval_also: there is no file nope.jsonl; correct the path"),
+        ({"task": "./nope.py:Mine"}, "task: there is no file ./nope.py; correct the path"),
         ({"eval_also": ["asdiv", "gms8k"]}, "eval_also: unknown task 'gms8k'. Did you mean gsm8k"),
         (
             {"task": "ok.jsonl", "columns": {"question": "qq"}},
@@ -687,6 +689,9 @@ def test_runs_are_made_once_failed_ones_again_on_request_only(suite):
     assert not list((suite.folder / "state").glob(".*")), "no unfinished files"
     state = suite.state(plan.runs[0])
     assert (state.step, state.accuracy) == (16, 0.5)
+    assert {"host", "since", "seconds"} <= suite.record(plan.runs[0]).keys(), (
+        "from which a report knows which runs shared a host"
+    )
 
 
 def test_a_retry_that_fails_again_is_not_tried_for_ever(suite):
@@ -857,6 +862,23 @@ def test_a_killed_suite_is_continued_and_its_run_waited_for(suite):
     states = runner.work()
     assert {state.name for state in states.values()} == {"done"} and len(calls(suite, slow.id)) == 2
     assert all(len(calls(suite, run.id)) == 1 for run in plan.runs[1:])
+
+
+def test_a_run_that_survived_its_suite_keeps_its_gpu(suite):
+    plan, gpus = suite.plan, [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "7"}]
+    slow, others = plan.runs[1], [run for run in plan.runs if run is not plan.runs[1]]
+    process = forked(functools.partial(work, slots=gpus), suite, plan, {slow.id: "sleep"}, [plan.runs[0], slow])
+    wait_for(lambda: calls(suite, slow.id) and suite.record(slow).get("pid"))
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    child = suite.record(slow)["pid"]
+
+    def end_it(states):
+        if all(states[run.id].name == "done" for run in others) and states[slow.id].name == "running":
+            os.kill(child, signal.SIGKILL)
+
+    Runner(suite, plan, plan.runs, command=stub({}), slots=gpus, on_event=print, on_poll=end_it, pause=0.02).work()
+    assert calls(suite, slow.id)[0] == "7" and {gpu for run in others for gpu in calls(suite, run.id)} == {"4"}
 
 
 def test_a_run_that_was_asked_to_stop_has_not_failed(suite):

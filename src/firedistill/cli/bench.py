@@ -121,9 +121,14 @@ def gpu_command(arguments: Sequence[str], console: Console) -> int:
         if missing:
             seconds, longest = (of(part.seconds for part in missing) for of in (sum, max))
             more = f" with --budget {math.ceil(longest)} or more" if longest > options.budget else ""
+            left = ", ".join(part.name for part in missing)
+            again = (
+                f"The same command with these parts only{more.replace(' with', ' and')}"
+                if options.names
+                else f"The same command{more}"
+            )
             console.print(
-                f"left for another call: {', '.join(part.name for part in missing)}; together about {seconds:.0f} s, the longest "
-                f"{longest:.0f} s. The same command{more} continues",
+                f"left for another call: {left}; together about {seconds:.0f} s, the longest {longest:.0f} s. {again} continues",
                 soft_wrap=True,
             )
     console.print(f"wrote {write_page(folder)}", soft_wrap=True)

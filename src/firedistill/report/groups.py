@@ -245,12 +245,17 @@ def settings_of(run: Run) -> dict[str, Any]:
     return settings | ({"eval_subset_seed": f"seed + {SUBSET_OFFSET}"} if follows else {})
 
 
+def comparable(value: Any) -> Any:
+    """The value of a setting, which another one equals if both mean the same: integers as floats, empty values as None."""
+    if value in (None, {}, []):
+        return None
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e15 else value
+
+
 def compared_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that make runs of a method different experiments: integers as floats, empty values left out."""
     settings = {
-        name: float(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e15 else value
-        for name, value in config.items()
-        if makes_a_difference(name) and value not in (None, {}, [])
+        name: found for name, value in config.items() if makes_a_difference(name) and (found := comparable(value)) is not None
     }
     if "step_scale" not in settings and "learning_rate" in settings:
         settings.setdefault("nominal_learning_rate", settings["learning_rate"])  # of a sweep, only the other rates have it set

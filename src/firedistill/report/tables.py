@@ -16,6 +16,7 @@ from firedistill.report.groups import (
     Group,
     Setting,
     Study,
+    comparable,
     makes_a_difference,
     partition,
     settings_of,
@@ -263,11 +264,12 @@ def differing_settings(study: Study) -> list[tuple[str, bool, list[tuple[str, st
     ]
     for name in dict.fromkeys(name for _, settings in of_runs for name in settings):
         if name not in ("model", "task", "method", "seed", "output_dir"):
-            values: dict[str, dict[str, None]] = {}
+            values: dict[str, tuple[str, dict[str, None]]] = {}
             for label, settings in of_runs:
-                values.setdefault(shown(settings.get(name)), {})[label] = None
+                value = settings.get(name)
+                values.setdefault(repr(comparable(value)), (shown(value), {}))[1][label] = None
             if len(values) > 1:
-                rows = [(value, ", ".join(labels)) for value, labels in values.items()]
+                rows = [(text, ", ".join(labels)) for text, labels in values.values()]
                 found.append((shown(name), makes_a_difference(name), rows))
     return sorted(found, key=lambda setting: not setting[1])
 

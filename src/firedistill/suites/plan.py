@@ -7,7 +7,7 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from itertools import product
@@ -277,13 +277,15 @@ def check_inputs(inputs: Mapping[str, Any], config: SelfDistillConfig) -> None:
     Raises:
         ValueError: there is no such task, file or folder, or it is not what the setting expects.
     """
-    refuse_unknown(inputs["task"])
-    for name in inputs["eval_also"]:
-        with errors_in("eval_also"):
+    tasks = [("task", inputs["task"]), *(("eval_also", name) for name in inputs["eval_also"])]
+    for option, name in tasks:
+        with errors_in(option) if option == "eval_also" else nullcontext():
             refuse_unknown(name)
-    for name, value in {"task": inputs["task"].removeprefix("code:"), "eval_data": inputs["eval_data"] or ""}.items():
-        if is_data_file(value) and ":" not in value and not Path(value).expanduser().is_file():
-            raise ValueError(f"{name}: there is no file {value}; correct the path")
+    for option, name in [*tasks, ("eval_data", inputs["eval_data"] or "")]:
+        value = name.removeprefix("code:")
+        file = value.rpartition(":")[0] if ".py:" in value else value if is_data_file(value) and ":" not in value else None
+        if file is not None and not Path(file).expanduser().is_file():
+            raise ValueError(f"{option}: there is no file {file}; correct the path")
     if (folder := inputs["data_dir"]) is not None and not Path(folder).expanduser().is_dir():
         raise ValueError(f"data_dir: there is no folder {folder}; correct the path")
     judge = load_judge(inputs["judge"], key=False) if inputs["judge"] is not None else None
@@ -412,6 +414,7 @@ RECORD = {
     "pid": int | None,
     "since": float,
     "from_step": int,
+    "slot": dict[str, str],
     "seconds": float,
     "steps": int,
     "accuracy": float | None,

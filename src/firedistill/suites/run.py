@@ -311,10 +311,13 @@ class Runner:
                         attempt.result()  # raises what its thread raised
                     try:
                         states = self.suite.states(self.plan)
-                        for run in self.runs:
-                            candidate = self.is_open(run, states[run.id]) or self.is_here(run, states[run.id])
+                        here = {run.id for run in self.runs if self.is_here(run, states[run.id])}
+                        for run in sorted(self.runs, key=lambda run: run.id not in here):  # these have slots already
+                            candidate = run.id in here or self.is_open(run, states[run.id])
                             if free and candidate and (held := lock(self.suite.state_path(run, "lock"))):
-                                slot = free.pop(0)
+                                own = self.suite.record(run).get("slot") if run.id in here else None
+                                slot = next((each for each in free if each == own), free[0])
+                                free.remove(slot)
                                 active[pool.submit(self.attempt, run, held, slot)] = slot
                     except OSError as error:
                         if not active:
@@ -422,7 +425,14 @@ class Runner:
         checkpoint = self.suite.checkpoint(run)
         command = self.command(self.suite, run, checkpoint)
         step = step_of(checkpoint) if checkpoint else 0  # the log may reach further; the run repeats those steps
-        record = {"state": "running", "host": HOST, "pid": None, "since": time.time(), "from_step": step}
+        record = {
+            "state": "running",
+            "host": HOST,
+            "pid": None,
+            "since": time.time(),
+            "from_step": step,
+            "slot": dict(environment),
+        }
         self.store(run, record)  # before there is a process: hosts may share files without locks
         path = self.suite.log_path(run)
         with naming(path), path.open("a", encoding="utf-8", errors="backslashreplace") as log:
@@ -461,7 +471,7 @@ class Runner:
         folder = self.suite.run_folder(run)
         step, accuracy = last_step(folder), last_accuracy(folder)
         seconds = max(time.time() - record.get("since", time.time()), 0.0)
-        result = {
+        result = {name: record[name] for name in ("host", "since") if name in record} | {
             "exit_code": code,
             "seconds": seconds,
             "steps": max(step - record.get("from_step", 0), 0),
