@@ -96,8 +96,21 @@ def start(devices: int = 1) -> Any:
     count_waits(device)
     interpret_kernels(device)
     fuse_attention(device)
+    count_integers()
     use_gloo(device)
     return device
+
+
+def count_integers() -> None:
+    """`torch.histc` of integers, which CPUs do not have."""
+    import torch
+
+    histc = torch.histc
+
+    def of_any_type(values: Any, *arguments: Any, **options: Any) -> Any:
+        return histc(values.float(), *arguments, **options).to(values.dtype)
+
+    torch.histc = of_any_type
 
 
 def replace_torch_cuda(device: Any, devices: int) -> None:

@@ -221,6 +221,20 @@ def test_attention_is_exchanged_where_that_is_right():
         assert model.config._attn_implementation == expected, name
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_of_single_tokens_are_read_as_generate_reads_them(device):
+    """On GPUs that lack a kernel for groups of tokens, each group is a call of its own, which the host waits for."""
+    model, seen = tiny("qwen3_moe").to(device), []
+    names = {False: "grouped_mm", True: "batched_mm" if device == "cuda" else "grouped_mm"}
+
+    def look(module, args, kwargs):
+        seen.append((kwargs["input_ids"].shape[-1] == 1, module.config._experts_implementation))
+
+    with model.model.register_forward_pre_hook(look, with_kwargs=True):
+        HFRolloutEngine(model, byte_tokenizer()).generate([[5, 6, 7]], Sampling(0.0, 1.0, 6), seed=0)
+    assert dict(seen) == names and set(seen) == set(names.items()) and model.config._experts_implementation == "grouped_mm"
+
+
 def test_experts_in_four_bits_are_refused(tmp_path, monkeypatch):
     """They are no linear layers, and would stay in bfloat16."""
     monkeypatch.setattr(loading, "_quantization_config", lambda *_: None)  # bitsandbytes may not be there

@@ -28,6 +28,7 @@ from firedistill.footprint import (
     SCORES,
     LiveBytes,
     counted,
+    expert_bytes,
     head_memory,
     memory_of_step,
     over_layers,
@@ -135,7 +136,7 @@ def test_decoding_on_a_gpu_rounds_its_sizes_up(fixed, tmp_path, monkeypatch):
     on_cpu = sampling_memory(args, model)
     assert on_cpu == (0, 5 * 100 * per_token, 5 * scores + pass_memory(model, 5, 60))
     monkeypatch.setattr(type(args), "device", torch.device("cuda"))
-    masks = 5 * 60 * 60 * (1 + 4)
+    masks = 5 * 60 * 60 * (1 + 2 * 4)
     on_gpu = (0, 8 * 256 * per_token, 5 * 60 * per_token + masks + 8 * scores + pass_memory(model, 5, 60))
     assert sampling_memory(args, model) == (on_gpu if fixed else on_cpu)
 
@@ -287,8 +288,30 @@ def test_an_evaluation_does_not_count_as_kept_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(type(few), "device", torch.device("cuda"))
     (_, kept, _), (_, kept_too, added) = (sampling_memory(args, model) for args in (few, many))
     assert kept == kept_too == 8 * 256 * per_token
-    read = 30 * 60 * per_token + 30 * 60 * 60 * (1 + 4) + 32 * SCORES * 4 * 263 + pass_memory(model, 30, 60)
+    read = 30 * 60 * per_token + 30 * 60 * 60 * (1 + 2 * 4) + 32 * SCORES * 4 * 263 + pass_memory(model, 30, 60)
     assert added == (32 - 8) * 256 * per_token + read
+
+
+def test_samples_and_attributions_count_as_rows(tmp_path):
+    model, per_token = add_lora(random_model()), 2 * 2 * 2 * 8 * 4
+    sizes = {"max_prompt_tokens": 60, "max_new_tokens": 40, "merge_adapter": False, "eval_batch_size": 30, "eval_size": 6}
+    sizes |= {"per_device_train_batch_size": 5, "rollout_batch_size": 32}
+    for changes, rows, read in (
+        ({}, 6, 6),
+        ({"eval_samples": 4}, 24, 6),
+        ({"eval_samples": 9}, 30, 6),
+        ({"attribution_examples": 2}, 16, 16),
+    ):
+        found = sampling_memory(run_config("unused", tmp_path, **sizes, **changes), model)
+        added = (rows - 5) * 100 * per_token + rows * SCORES * 4 * 263 + pass_memory(model, read, 60)
+        assert found == (0, 5 * 100 * per_token, added), changes
+
+
+def test_experts_are_copied_for_every_row_on_a_gpu():
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(hidden_size=32, moe_intermediate_size=24, num_experts_per_tok=2, num_experts=4)
+    assert expert_bytes(config, torch.bfloat16) == 2 * 3 * 32 * 24 * 2 and expert_bytes(LlamaConfig(), torch.bfloat16) == 0
 
 
 # ---- Against the peak of a step ----------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from firedistill.tasks import TableTask
 from firedistill.tasks.code import CodeTask
 from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
-from tiny import ToyTask, byte_tokenizer, random_model
+from tiny import ToyTask, byte_tokenizer, random_model, run_config
 
 ENDLESS = (
     "{% for i in range(99999) %}{% for j in range(99999) %}{% for k in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -365,6 +365,18 @@ def test_prompts_and_feedback_of_other_types(model, tmp_path):
     texts = "\n".join(found(model, tmp_path, Odd())["error"])
     assert "12 of 12 cannot be built and are left out: toy/train/0: prompt of Odd returned a list, expected text" in texts
     assert "feedback: it fails for 12 of 12 examples: toy/train/0: feedback of Odd returned a dict" in texts
+
+
+@pytest.mark.parametrize(
+    ("settings", "errors"), [({}, 1), ({"top_p": 1.0}, 0), ({"temperature": 0.0}, 0), ({"deterministic": False}, 0)], ids=str
+)
+def test_generate_of_transformers_has_no_deterministic_nucleus_on_a_gpu(settings, errors, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "causal_lm_for_decoding", lambda model: None)
+    setup = load_setup(run_config(model, tmp_path, **{"top_p": 0.9, **settings}), task=ToyTask())
+    setup.args.deterministic = settings.get("deterministic", True)
+    monkeypatch.setattr(type(setup.args), "device", torch.device("cuda"))
+    found = list(checks.check_draws(setup))
+    assert len(found) == errors and all(each.level == "error" and "its top_p has no" in each.text for each in found)
 
 
 @pytest.mark.parametrize("multiplies", [True, False])

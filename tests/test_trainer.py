@@ -17,6 +17,7 @@ from transformers import GenerationConfig, TrainerCallback
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.metrics import Metrics
+from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.objectives import MicroBatch, Objective, register
 from firedistill.objectives.top_d import TopD
 from firedistill.prompts import student_messages
@@ -187,6 +188,18 @@ def test_a_gpu_computes_what_a_cpu_computes(method, checkpoint, tmp_path, monkey
     for expected, row in zip(on_cpu.rows, on_gpu.rows, strict=True):
         numbers = {name: value for name, value in expected.items() if not re.search("seconds|teacher_tokens|memory", name)}
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_model_object_is_on_the_gpu_before_engine_and_teacher_are_made(checkpoint, tmp_path, monkeypatch):
+    """Also where transformers leaves it to DeepSpeed, which moves it when training starts."""
+    monkeypatch.setattr(SelfDistillConfig, "place_model_on_device", False)
+    args = run_config(checkpoint, tmp_path / "run", use_cpu=False)
+    trainer = SelfDistillTrainer(
+        load_model_and_tokenizer(checkpoint, dtype="float32")[0], args, ToyTask(), processing_class=byte_tokenizer()
+    )
+    tensors = [*trainer.model.parameters(), *trainer.teacher.weights.shadow.values()]
+    assert {tensor.device.type for tensor in tensors} == {"cuda"} and trainer.rollout_engine.decoder is not None
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in DIFFERENT_METHODS else pytest.mark.slow) for m in METHODS])

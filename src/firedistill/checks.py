@@ -39,6 +39,7 @@ from firedistill.objectives import load_objective
 from firedistill.objectives.full_context import FullContext
 from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
+from firedistill.rollouts.hf import causal_lm_for_decoding
 from firedistill.rollouts.server import PATIENCE, unreachable
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup, load_setup, reads_feedback
@@ -126,6 +127,8 @@ def preflight(
 
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
+        TypeError: the tokenizer, the task or the examples are something else.
+        ImportError: a package that the settings need is not installed.
     """
     setup = load_setup(
         SelfDistillConfig() if args is None else args,
@@ -162,6 +165,7 @@ def check(setup: Setup) -> Preflight:
         check_options_without_effect,
         check_servers,
         check_products,
+        check_draws,
         check_disk,
     ]
     state = random_state()
@@ -655,7 +659,17 @@ def check_products(setup: Setup) -> Iterator[Finding]:
     if unwrap(setup.model).dtype == torch.bfloat16 and not has_bfloat16(device):
         slower = "products take several times as long as in float32" if device.type == "cpu" else "PyTorch emulates it"
         text = f"the model is in bfloat16, which the {device.type} device does not multiply: {slower}"
-        yield Finding("warning", "model_dtype", text, "--model_dtype float32 takes twice the memory for the weights")
+        of = "embeddings and head" if setup.args.quantization == "nf4" else "the weights"
+        yield Finding("warning", "model_dtype", text, f"--model_dtype float32 takes twice the memory for {of}")
+
+
+def check_draws(setup: Setup) -> Iterator[Finding]:
+    """The draws of `generate` are deterministic where that is asked for."""
+    args = setup.args
+    truncated = args.rollouts == "hf" and args.temperature > 0 and args.top_p < 1
+    if args.deterministic and args.device.type == "cuda" and truncated and causal_lm_for_decoding(setup.model) is None:
+        text = "generate of transformers samples from this model, and its top_p has no deterministic implementation on a GPU"
+        yield Finding("error", "deterministic", text, "set top_p to 1, or leave deterministic out")
 
 
 def check_disk(setup: Setup) -> Iterator[Finding]:

@@ -180,8 +180,9 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
     causal_lm = unwrap(model)
     asked = args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows = min(asked * load_objective(args.method, args.method_settings).responses_per_prompt, args.rollout_batch_size)
-    evaluated = min(args.eval_size, args.eval_batch_size)
-    most, read = max(rows, evaluated), max(min(rows, asked), evaluated)
+    attributed = min(8 * args.attribution_examples, args.rollout_batch_size)
+    evaluated, read = (min(args.eval_size * count, args.eval_batch_size) for count in (max(1, args.eval_samples), 1))
+    most, read = max(rows, evaluated, attributed), max(min(rows, asked), read, attributed)
     width = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
     config, head = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings()
     copies = 0
@@ -192,10 +193,22 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
         rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // BUCKET) * BUCKET
         first = read * width * per_token
-        if read > 1:  # prompts of different lengths: a mask of bytes, and that which PyTorch's attention makes of it
-            first += read * width**2 * (1 + causal_lm.dtype.itemsize)
+        if (
+            read > 1
+        ):  # prompts of different lengths: a mask of bytes, that which PyTorch's attention makes of it, and its padded copy
+            first += read * width**2 * (1 + 2 * causal_lm.dtype.itemsize)
     first += (most - rows) * columns * per_token + SCORES * 4 * most * config.vocab_size
+    if args.device.type == "cuda":
+        first += most * expert_bytes(config, causal_lm.dtype)
     return copies, rows * columns * per_token, first + pass_memory(model, read, width)
+
+
+def expert_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of the weights that a token's experts have in a layer, which decoding on a GPU copies for every row; 0 without experts."""
+    if not (chosen := getattr(config, "num_experts_per_tok", None)):
+        return 0
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return 3 * chosen * config.hidden_size * width * dtype.itemsize
 
 
 def pass_memory(model: PreTrainedModel | PeftModel, sequences: int, tokens: int) -> float:

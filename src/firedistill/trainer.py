@@ -50,7 +50,7 @@ from firedistill.memory import (
 from firedistill.metrics import Metrics, over_processes, synchronize
 from firedistill.models.lora import trained_parameters
 from firedistill.models.sharding import copy_from_first_process, gather, lockstep, wait_for_processes
-from firedistill.models.states import last_hidden_states, score_responses, unwrap
+from firedistill.models.states import is_sharded, last_hidden_states, score_responses, unwrap
 from firedistill.objectives import MicroBatch, Objective, Step, load_objective
 from firedistill.ops import Head, check_head
 from firedistill.policy import PolicyChange
@@ -139,6 +139,8 @@ class SelfDistillTrainer(ResumableTrainer):
 
     Raises:
         ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
+        TypeError: the tokenizer, the task or the examples are something else.
+        ImportError: a package that the settings need is not installed.
     """
 
     config_class: ClassVar[type[SelfDistillConfig]] = SelfDistillConfig
@@ -190,6 +192,9 @@ class SelfDistillTrainer(ResumableTrainer):
                 callbacks=[StepCallbacks(self), *(callbacks or [])],
                 optimizers=optimizers,
             )
+            base = unwrap(self.model)
+            if not (is_sharded(base) or getattr(base, "is_quantized", False)):
+                self.model.to(args.device)  # DeepSpeed would move it when training starts, after engine and teacher are made
         if self.is_fsdp_enabled:
             raise ValueError(
                 "accelerate's FSDP is not supported, because it shards the adapter with the base model. Use --fsdp_size N, which "
@@ -291,7 +296,9 @@ class SelfDistillTrainer(ResumableTrainer):
         """The method's rollouts for these prompts, judged."""
         args, sampling = self.args, self.objective.sampling(self.args.sampling)
         first_index = args.process_index * len(examples)
-        prompts, skipped = fitting_prompts(self.task, self.encoder, examples, sampling, args.budget, first_index)
+        prompts, skipped = fitting_prompts(
+            self.task, self.encoder, examples, sampling, args.budget, first_index, self.rollout_engine
+        )
         total = len(prompts) * self.objective.responses_per_prompt
         sampler = Sampler(
             self.rollout_engine,
@@ -533,7 +540,8 @@ class SelfDistillTrainer(ResumableTrainer):
     def evaluate(  # type: ignore[override]
         self, eval_dataset: Iterable[Any] | None = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ):
-        """Evaluate on the held-out examples, which writes a row of `evals.jsonl` and the responses, or on others, which writes nothing.
+        """Evaluate on the held-out examples or on others. Held-out examples write a row of `evals.jsonl` and the responses once `train`
+        has begun; others write nothing.
 
         Args:
             eval_dataset: other examples, or rows as in `eval_examples` of the trainer.
@@ -659,6 +667,7 @@ class SelfDistillTrainer(ResumableTrainer):
             OutOfMemory (a ValueError): the smallest batch does not fit; names the options to change.
             RolloutError, JudgeError (OSErrors): vLLM or the judge failed; the run resumes from its last checkpoint.
             ValueError: weights or optimizer state are not finite after a step; or this trainer has trained, and would start again.
+            TypeError: `resume_from_checkpoint` is none of these.
         """
         if self.console_report is not None if preflight is None else preflight:
             for finding in self.preflight().of("error", "warning"):
@@ -753,9 +762,13 @@ class SelfDistillTrainer(ResumableTrainer):
             write_text(Path(output_dir) / "README.md", self.card())  # in place of peft's template
 
     def card(self) -> str:
-        return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path)
+        return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path, self.state.global_step)
 
     def adopt(self, settings: Mapping[str, Any]) -> None:
+        chosen = settings.get("rollouts")
+        if "rollouts" in self.setup.decided and chosen in ("hf", "vllm") and chosen != self.args.rollouts:
+            self.args.rollouts, self.args.vllm_weights = chosen, settings.get("vllm_weights")
+            self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, self.args, self.limits)
         for name in ("merge_adapter", "gradient_checkpointing"):
             if name in self.setup.decided and isinstance(value := settings.get(name), bool):
                 setattr(self.args, name, value)

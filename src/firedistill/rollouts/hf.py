@@ -172,7 +172,9 @@ class HFRolloutEngine:
         else:
             pad = self.tokenizer.pad_token_id
             batch = GrowingBatch(self.causal_lm, prompts, sampling, uniforms[:, : max(limits)], pad)
-        return decode(batch, limits, self.stop_ids)
+        # Each expert for its own tokens suits prompts; single tokens are read as `generate` reads them.
+        with getattr(self.causal_lm, "_optimize_model_for_decode", nullcontext)():
+            return decode(batch, limits, self.stop_ids)
 
     def _generate_batch(self, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
         read = Prompts(prompts, self.tokenizer.pad_token_id, self.model.device)
