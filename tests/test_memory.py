@@ -17,7 +17,9 @@ from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder
 from firedistill.rollout import Response, Rollout, Sampling
 from firedistill.rollouts.hf import HFRolloutEngine
+from firedistill.rollouts.remote import RolloutError
 from firedistill.run.log import read_jsonl
+from firedistill.tasks.endpoint import JudgeError
 from firedistill.teacher import Teacher
 from tiny import ToyTask, byte_tokenizer, random_model, rows_of, run_trainer
 
@@ -59,6 +61,14 @@ def sizes_tried(limit: BatchLimit, fits: int, error: Exception | None = None, mo
             if tried[-1] > fits:
                 raise error or torch.OutOfMemoryError(CUDA_ERROR)
     return tried
+
+
+@pytest.mark.parametrize("kind", [JudgeError, RolloutError])
+def test_a_server_that_runs_out_of_memory_is_another_error(kind):
+    error = kind(f"the server at http://a: status 500: {CUDA_ERROR}")
+    with pytest.raises(kind) as raised, explained_memory("lower max_new_tokens"):
+        raise error
+    assert raised.value is error
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -26,7 +27,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners import lora
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -38,6 +40,7 @@ from transformers import (
 )
 
 from firedistill import Example, Verdict, load_task
+from firedistill.models import LORA_TARGET_MODULES
 from firedistill.models.errors import ModelError
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
@@ -49,12 +52,13 @@ from firedistill.rollouts import load, orphans, padding, server, vllm, weights
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import HeadPadding, PaddingError, cache_bytes_per_token, padding_in, padding_on_cpu
 from firedistill.rollouts.remote import VERSIONS, RolloutError, check_requests, prompt_seed
+from firedistill.rollouts.sampler import fitting_prompts
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import SETTINGS, VLLMEngine, environment_of_engine
 from firedistill.rollouts.weights import AdapterError, base_checkpoint, check_adapter, version_of, write_adapter, write_merged
 from firedistill.run.log import read_jsonl
 from firedistill.step import engine_gap
-from tiny import byte_tokenizer, random_model, run_config, run_trainer
+from tiny import ToyTask, byte_tokenizer, random_model, run_config, run_trainer
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_new_tokens=12)
 PROMPTS = [list(range(10, 20)), list(range(30, 37)), [5, 6, 7] * 4]
@@ -460,6 +464,7 @@ class Server(ThreadingHTTPServer):
         adapters: contents of the registered adapters, by name.
         requests: number of requests by path.
         completions: the bodies of the requests for completions.
+        longest: tokens at which it ends every response.
         faults: statuses, bytes, or None for a cut connection, that the next requests for completions get.
     """
 
@@ -467,6 +472,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model, self.refuses_adapters = Counter(), [], False, ""
+        self.longest = 1000
         self.completions: list[dict] = []
         self.context, self.version, self.models = 4096, "0.32.0", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -523,7 +529,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(status, {"message": "fault"})
         if body["model"] not in self.server.adapters:
             return self.answer(404, {"message": f"The model {body['model']} does not exist."})
-        ids = answer_of(body["prompt"], self.server.adapters[body["model"]])[: body["max_tokens"]]
+        ids = answer_of(body["prompt"], self.server.adapters[body["model"]])[: min(body["max_tokens"], self.server.longest)]
         name = "another" if self.server.wrong_model else body["model"]
         choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
         self.answer(200, {"model": name, "choices": [choice]})
@@ -571,6 +577,7 @@ def test_servers_get_the_settings_of_the_call(model, servers, tmp_path):
     common = {"stop_token_ids": sorted(engine.stop_ids), "ignore_eos": True, "logprobs": 0, "return_token_ids": True}
     common |= {"skip_special_tokens": False, "model": sampled["model"]}
     settings = {"temperature": 0.7, "top_p": 0.9, "top_k": 12, "repetition_penalty": 1.1}
+    common["min_p"] = 0.0
     assert sampled.pop("seed") != other.pop("seed") and greedy.pop("seed") is not None
     for body in (sampled, other, greedy):
         body["stop_token_ids"].sort()
@@ -755,6 +762,46 @@ def test_an_answer_of_another_model_is_never_used(model, servers, tmp_path):
         engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
 
 
+def test_a_response_that_a_server_cuts_is_never_used(model, servers, tmp_path):
+    servers[0].longest = 2
+    with pytest.raises(RolloutError, match="ended a response after 2 of 8 tokens without a stop token"):
+        engine_for(model, servers, tmp_path).generate(PROMPTS, Sampling(0.0, 1.0, 8), seed=0)
+    found = engine_for(model, servers[:1], tmp_path).generate(PROMPTS, Sampling(0.0, 1.0, 2), seed=0)
+    assert [len(response.token_ids) for response in found] == [2] * 3, "the limit of the request"
+
+
+def test_a_server_of_another_checkpoint_is_refused(model, servers, tmp_path):
+    (tmp_path / "served").mkdir()
+    for size in (2, "wide"):
+        (tmp_path / "served" / "config.json").write_text(json.dumps({"head_dim": size}))
+        servers[0].models = [{"root": str(tmp_path / "served")}]
+        with pytest.raises(
+            RolloutError, match=f"another model than the student: .*config.json has head_dim {size!r}; expected"
+        ):
+            engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+    servers[0].models = [{"root": None}]
+    assert engine_for(model, servers, tmp_path).generate(PROMPTS, GREEDY, seed=0)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_a_layer_keeps_its_rank_and_scaling_where_vllm_has_one_for_all(rslora, tmp_path):
+    patterns = {"rank_pattern": {"q_proj": 2, "down_proj": 8}, "alpha_pattern": {"layers.1.mlp.down_proj": 3}}
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "v_proj", "down_proj"], use_rslora=rslora, **patterns)
+    model = get_peft_model(random_model(), config)
+    change(model, 0)
+    write_adapter(model, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (written["r"], written["rank_pattern"], written["alpha_pattern"]) == (8, {}, {})
+    scaling = written["lora_alpha"] / (math.sqrt(written["r"]) if written["use_rslora"] else written["r"])
+    factors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, lora.Linear)}
+    assert len(layers) == 6 and len({layer.scaling["default"] for layer in layers.values()}) == 4
+    for name, layer in layers.items():
+        product = scaling * factors[f"{name}.lora_B.weight"] @ factors[f"{name}.lora_A.weight"]
+        torch.testing.assert_close(product, layer.get_delta_weight("default"))
+    assert config.rank_pattern == patterns["rank_pattern"] and not model.peft_config["default"].inference_mode
+
+
 @pytest.mark.parametrize("models", [{"base": {}}, ["base"], "base"])
 def test_a_server_of_something_else_is_refused(models, model, servers, tmp_path):
     servers[1].models = models
@@ -829,10 +876,25 @@ def test_the_gap_is_the_engines_log_probability_minus_the_students(model):
     assert engine_gap(states, [rollout(ids, None), rollout(ids[:2], None)], head).numel() == 0
 
 
+def test_prompts_that_exceed_the_positions_are_left_out(model, folder, tmp_path, caplog):
+    args = run_config(folder, tmp_path, rollouts="http://127.0.0.1:9", max_context_tokens=4000)
+    engine, _ = load.load_engines(model, byte_tokenizer(), args, {})
+    task, sampling, encoder = ToyTask(), Sampling(max_new_tokens=engine.context - 20), PromptEncoder(byte_tokenizer())
+    examples = task.examples("train", 2)
+    assert engine.context == model.config.max_position_embeddings < 4000
+    assert fitting_prompts(task, encoder, examples, sampling, args.budget, engine=engine) == ([], examples)
+    assert len(fitting_prompts(task, encoder, examples, sampling, args.budget)[0]) == 2 and "the limit is 20" in caplog.text
+
+
 def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path, monkeypatch, caplog):
     args = run_config(folder, tmp_path, rollouts="auto")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: object())
     assert load.choose_engine(model, args) == "vllm"
+    warm = run_config(folder, tmp_path, rollouts="auto", temperature=2.5)
+    assert load.choose_engine(model, warm) == "hf" and "temperature is 2.5, and vLLM supports 0 and 0.01 to 2" in caplog.text
+    warm.rollouts = "vllm"
+    with pytest.raises(ValueError, match="temperature is 2.5: vLLM supports 0 .greedy. and 0.01 to 2; use --rollouts hf"):
+        load.load_engines(model, byte_tokenizer(), warm, {})
     with monkeypatch.context() as patched:
         patched.setattr(LlamaForCausalLM, "dtype", torch.bfloat16)
         patched.setattr(type(args), "device", torch.device("cuda"))  # where the model comes later
@@ -874,6 +936,10 @@ def engine(request, folder):
         )
     parts = {"target_modules": ["q_proj", "v_proj", "gate_proj"]}  # of what vLLM joins to one tensor
     model = student(folder, **(parts if request.param == "merged" else {}))
+    if request.param == "lora":
+        patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 32}}  # neither of which vLLM reads
+        model = get_peft_model(model.unload(), LoraConfig(r=4, lora_alpha=8, target_modules=LORA_TARGET_MODULES, **patterns))
+        change(model, 1)
     engine = VLLMEngine(model, byte_tokenizer(), context=200, sequences=8, weights=request.param)
     yield engine
     engine.close()

@@ -99,7 +99,7 @@ def answer_examples(
     Returns:
         The rollouts in the order of the examples, and the examples left out because their prompt is over the budget.
     """
-    prompts, skipped = fitting_prompts(task, encoder, examples, sampling, budget)
+    prompts, skipped = fitting_prompts(task, encoder, examples, sampling, budget, engine=engine)
     return Sampler(engine, task, encoder, sampling, budget, seed=seed, progress=progress).student(prompts), skipped
 
 
@@ -149,7 +149,7 @@ def evaluate_samples(
     Every evaluation of a run uses the same random numbers.
     """
     mine = list(examples)[args.process_index :: args.world_size]
-    prompts, _ = fitting_prompts(task, encoder, mine, args.sampling, args.budget)
+    prompts, _ = fitting_prompts(task, encoder, mine, args.sampling, args.budget, engine=engine)
     requests = [prompt for prompt in prompts for _ in range(args.eval_samples)]
     shown = partial(progress, total=len(requests))
     with explained_memory(SMALLER_EVALUATIONS):

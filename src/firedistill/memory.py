@@ -60,9 +60,12 @@ class OutOfMemory(ValueError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the memory of the accelerator or of the machine is exhausted."""
+    """Whether an error says that the memory of the accelerator or of this machine is exhausted.
+
+    An `OSError` of a class of its own may quote a server, whose memory this is not.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError | OSError) and any(text in str(error).lower() for text in _EXHAUSTED)
+        (isinstance(error, RuntimeError) or type(error) is OSError) and any(text in str(error).lower() for text in _EXHAUSTED)
     )
 
 

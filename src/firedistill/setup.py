@@ -144,9 +144,9 @@ def load_setup(
     if args.deterministic:
         use_deterministic_algorithms()
     check_trackers(args.report_to)
-    judge = load_judge(args.judge) if args.judge is not None else None
+    judge = load_judge(args.judge, key=train or teacher) if args.judge is not None else None
     if judge is not None and not judge.decides and not (train or teacher):
-        judge = None  # nobody reads its fields
+        judge = None  # nobody reads its fields, and nobody needs its key
     task = named_task(task, args, judged=judge is not None and judge.decides)
     if isinstance(task, TableTask):
         task.check()  # before a large model is loaded
@@ -170,6 +170,9 @@ def load_setup(
             use_own_attention(each)
     if args.rollouts == "auto":
         args.rollouts = choose_engine(student, args)
+        decided["rollouts"] = f"{args.rollouts}: chosen by auto"
+    if args.rollouts == "hf":
+        args.vllm_weights = None  # of an engine that `auto` has not chosen
     decided |= decide_for_device(args, student, teacher_model)
     lockstep(student)  # all processes create it here
     limit_waiting(student, args.ddp_timeout)

@@ -42,8 +42,11 @@ def build_config(
     settings, types = read_recipe(recipe) if recipe else {}, option_types(kind)
     if issubclass(kind, WarmStartConfig):
         settings.pop("method", None)
-    if overrides.get("rollouts", "server") != "server":
-        settings.pop("rollout_servers", None)  # of the engine that the recipe has
+    engine = overrides.get("rollouts")
+    if engine not in (None, "server"):  # the settings of the engine that the recipe has
+        settings.pop("rollout_servers", None)
+        if engine not in ("vllm", "auto"):
+            settings.pop("vllm_weights", None)
     method = overrides.get("method", settings.get("method") or kind.method)
     settings |= settings_by_method(settings.pop("methods", None), types, recipe).get(str(method), {})
     values = {name: (value, f"in {recipe}") for name, value in settings.items()}

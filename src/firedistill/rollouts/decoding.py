@@ -63,7 +63,7 @@ def decode(batch: Batch, limits: Sequence[int], stop_ids: Sequence[int]) -> list
         The token ids of the responses, stop token included.
 
     Raises:
-        FloatingPointError: the model's logits are not finite.
+        ValueError: the model's logits are not finite.
     """
     responses: list[list[int]] = [[] for _ in limits]
     rows = list(range(len(limits)))  # the response that each row of the batch belongs to
@@ -75,7 +75,7 @@ def decode(batch: Batch, limits: Sequence[int], stop_ids: Sequence[int]) -> list
                 if len(response) == limits[row] or (response and response[-1] in stop_ids):
                     break
                 if token < 0:
-                    raise FloatingPointError(NOT_FINITE_LOGITS)
+                    raise ValueError(NOT_FINITE_LOGITS)
                 response.append(token)
             if len(response) < limits[row] and response[-1] not in stop_ids:
                 unfinished.append(index)

@@ -21,6 +21,7 @@ from firedistill.models.states import positions, unwrap
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.hf import HFRolloutEngine
 from firedistill.rollouts.padding import PaddingError, padding_on_cpu
+from firedistill.rollouts.remote import supports_temperature
 from firedistill.rollouts.server import VLLMServerEngine
 from firedistill.rollouts.vllm import VLLMEngine, cache_bytes
 from firedistill.rollouts.weights import AdapterError, check_adapter
@@ -38,12 +39,14 @@ def load_engines(
         limits: how many prompts the student itself samples at once: "rollouts" and "evaluation".
 
     Raises:
-        ValueError: the adapter is of a kind that the engine cannot run.
+        ValueError: the engine cannot run the adapter, or sample at the temperature.
         ImportError: vLLM is not installed.
     """
     if args.rollouts == "hf":
         student = HFRolloutEngine(model, tokenizer, limits["rollouts"], merge_adapter=None if args.merge_adapter else False)
         return student, student.sharing(limits["evaluation"])
+    if not supports_temperature(args.temperature):
+        raise ValueError(f"temperature is {args.temperature:g}: vLLM supports 0 (greedy) and 0.01 to 2; use --rollouts hf")
     context, sequences = engine_context(model, args), max(args.rollout_batch_size, args.eval_batch_size)
     engine: RolloutEngine
     if args.rollouts == "vllm":
@@ -71,6 +74,8 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
         reason = None if importlib.util.find_spec("vllm") else "vLLM is not installed"
         if base.dtype == torch.bfloat16 and not has_bfloat16(args.device) and args.device.type == "cuda":
             reason = "vLLM does not emulate bfloat16, which this GPU does not multiply"
+        if not supports_temperature(args.temperature):
+            reason = reason or f"temperature is {args.temperature:g}, and vLLM supports 0 and 0.01 to 2"
     except (AdapterError, PaddingError) as error:
         reason = str(error)
     if reason is None:

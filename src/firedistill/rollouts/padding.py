@@ -145,10 +145,20 @@ def padding_on_cpu(config: Any) -> HeadPadding | None:
 
 
 def padding_in(folder: str, config: Any) -> HeadPadding | None:
-    """The padding of a checkpoint of the model `config`; None if the folder cannot be read or holds the model itself."""
+    """The padding of a checkpoint of the model `config`; None if the folder cannot be read or holds the model itself.
+
+    Raises:
+        ValueError: it is not a padded checkpoint of such a model.
+    """
     file = Path(folder) / "config.json"
     served = json.loads(file.read_text(encoding="utf-8")).get("head_dim") if folder and file.is_file() else None
-    return None if served in (None, head_size(config)) else HeadPadding(head_size(config), served)
+    if served in (None, size := head_size(config)):
+        return None
+    if type(served) is not int or served < size:
+        raise ValueError(f"{file} has head_dim {served!r}; expected {size} or, padded, more")
+    padding = HeadPadding(size, served)
+    padding.config(config)
+    return padding
 
 
 def main() -> None:

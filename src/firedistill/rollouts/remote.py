@@ -124,11 +124,16 @@ def check_vllm(version: str, where: str) -> None:
         logger.warning("%s has vLLM %s; %s is tested", where, version, tested)
 
 
+def supports_temperature(temperature: float) -> bool:
+    """Whether vLLM samples at this temperature."""
+    return temperature == 0 or 0.01 <= temperature <= 2
+
+
 def check_requests(
     prompts: Sequence[list[int]], sampling: Sampling, limits: Sequence[int], context: int, vocabulary: int
 ) -> None:
     """Raise ValueError for a request that vLLM would cut, round or not survive."""
-    if 0 < sampling.temperature < 0.01 or sampling.temperature > 2:
+    if not supports_temperature(sampling.temperature):
         raise ValueError(f"temperature is {sampling.temperature}: vLLM supports 0 (greedy) and 0.01 to 2; use --rollouts hf")
     for prompt, limit in zip(prompts, limits, strict=True):
         if not prompt:
@@ -157,5 +162,6 @@ def request_parameters(sampling: Sampling, limit: int, seed: int, stop_ids: Sequ
         "seed": seed,
         "stop_token_ids": list(stop_ids),
         "ignore_eos": True,  # the stop tokens are ours
+        "min_p": 0.0,
         "logprobs": 0,  # of the sampled token, before temperature and truncation
     }

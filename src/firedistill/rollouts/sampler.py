@@ -19,6 +19,11 @@ from firedistill.teacher import Teacher
 logger = logging.getLogger(__name__)
 
 
+def context_of(engine: RolloutEngine | None, budget: TokenBudget) -> int:
+    """The most tokens of a prompt and its response. vLLM has a limit of its own, the positions of the model."""
+    return min(budget.context, getattr(engine, "context", budget.context))
+
+
 def fitting_prompts(
     task: Task,
     encoder: PromptEncoder,
@@ -26,13 +31,14 @@ def fitting_prompts(
     sampling: Sampling,
     budget: TokenBudget,
     first_index: int = 0,
+    engine: RolloutEngine | None = None,
 ) -> tuple[list[Prompt], list[Example]]:
     """Student prompts within the budget, and the examples that are left out; the log names them.
 
-    The limit is `budget.prompt`, or `budget.context` minus the longest response. An example is also left out if its prompt cannot be
-    built: the task's method or the chat template raises, takes too long, or returns something else than text.
+    The limit is `budget.prompt`, or the context (`context_of`) minus the longest response. An example is also left out if its prompt
+    cannot be built: the task's method or the chat template raises, takes too long, or returns something else than text.
     """
-    limit = min(budget.prompt, budget.context - sampling.max_new_tokens)
+    limit = min(budget.prompt, context_of(engine, budget) - sampling.max_new_tokens)
     prompts, skipped = [], []
     for position, example in enumerate(examples):
         try:
@@ -179,7 +185,7 @@ class Sampler:
         except TaskFault as fault:
             logger.warning("%s; no draft", fault)
             return None
-        if len(ids) + self.sampling.max_new_tokens > self.budget.context:
+        if len(ids) + self.sampling.max_new_tokens > context_of(self.engine, self.budget):
             logger.warning("%s: no draft, the teacher's prompt is over the context budget", prompt.example.uid)
             return None
         return ids

@@ -18,7 +18,10 @@ from firedistill.rollout import Sampling
 CANDIDATES = 128
 # What `draw` returns instead of a token
 TOO_FEW, NOT_FINITE = -1, -2
-NOT_FINITE_LOGITS = "the model's logits are not finite: no token can be drawn from them"
+NOT_FINITE_LOGITS = (
+    "the model's logits, divided by the temperature, are not finite, so that no token can be drawn from them: load other weights, "
+    "lower learning_rate, or raise temperature"
+)
 # Weights in [0, 1] as integers: 2^18 of them, more than a vocabulary has, sum to less than 2^63.
 UNIT = 2**44
 
@@ -43,13 +46,13 @@ def choose_tokens(scores: Tensor, sampling: Sampling, uniforms: Tensor) -> Tenso
         `[B]` token ids.
 
     Raises:
-        FloatingPointError: a distribution is not finite.
+        ValueError: a distribution is not finite.
     """
     width = CANDIDATES
     tokens = draw(scores, sampling, uniforms, width)
     while int(tokens.min()) < 0:
         if bool((tokens == NOT_FINITE).any()):
-            raise FloatingPointError(NOT_FINITE_LOGITS)
+            raise ValueError(NOT_FINITE_LOGITS)
         width, missing = 16 * width, tokens == TOO_FEW
         tokens[missing] = draw(scores[missing], sampling, uniforms[missing], width)
     return tokens

@@ -227,7 +227,11 @@ class VLLMServerEngine(RemoteEngine):
                 raise RolloutError(
                     f"{server} has --max-model-len {length}; expected max_context_tokens, {self.context}, or more"
                 )
-            paddings.append(padding_in(models[0].get("root", ""), unwrap(self.model).config.get_text_config()))
+            root = models[0].get("root")
+            try:
+                paddings.append(padding_in(root if isinstance(root, str) else "", unwrap(self.model).config.get_text_config()))
+            except ValueError as error:
+                raise RolloutError(f"{server} serves {root!r}, which is another model than the student: {error}") from error
         if len(set(paddings)) > 1:
             raise RolloutError(
                 f"the servers {', '.join(self.servers)} serve models with different head sizes (padding {paddings}): "
@@ -261,6 +265,11 @@ class VLLMServerEngine(RemoteEngine):
         if not 0 < len(ids) == len(log_probs) <= body["max_tokens"]:
             raise RolloutError(
                 f"{server} answered with {len(ids)} tokens and {len(log_probs)} log-probabilities, limit {body['max_tokens']}"
+            )
+        if len(ids) < body["max_tokens"] and ids[-1] not in self.stop_ids:
+            raise RolloutError(
+                f"{server} ended a response after {len(ids)} of {body['max_tokens']} tokens without a stop token (finish reason "
+                f"{choice.get('finish_reason')!r}): start it with --generation-config vllm and without a limit of its own"
             )
         return ids, log_probs
 

@@ -38,6 +38,7 @@ from firedistill.rollouts.remote import VERSIONS, RemoteEngine, Request, Rollout
 from firedistill.rollouts.weights import (
     AdapterError,
     base_checkpoint,
+    largest_rank,
     scratch_folder,
     version_of,
     write_adapter,
@@ -183,7 +184,7 @@ class VLLMEngine(RemoteEngine):
             options["revision"] = revision
         if self.weights == "lora":
             adapter = cast(LoraConfig, self.model.peft_config[self.model.active_adapters[0]])
-            rank = max([adapter.r, *(adapter.rank_pattern or {}).values()])
+            rank = largest_rank(adapter)
             fitting = [allowed for allowed in RANKS if allowed >= rank]
             if not fitting:
                 raise AdapterError(f"the adapter has rank {rank}: vLLM supports ranks up to {RANKS[-1]}; use --rollouts hf")
@@ -244,7 +245,7 @@ class VLLMEngine(RemoteEngine):
             text = " ".join(str(error).split())[:400]
             raise RolloutError(
                 f"the vLLM engine failed ({type(error).__name__}: {text}); VLLM_LOGGING_LEVEL=INFO shows its log. The run resumes from "
-                "its last checkpoint with the same command"
+                "its last checkpoint"
             ) from error
 
     # ---- Weights ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ or paths can serve another version's keys and values.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import shutil
@@ -13,10 +14,11 @@ import socket
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import psutil
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners import lora
 from safetensors.torch import save_file
 from torch import nn
@@ -80,16 +82,28 @@ def version_of(model: PeftModel) -> str:
 
 
 def write_adapter(model: PeftModel, folder: Path, padding: HeadPadding | None = None) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors`, for a base model with such heads."""
+    """Write `adapter_config.json` and `adapter_model.safetensors`, for a base model with such heads.
+
+    vLLM reads neither `rank_pattern` nor `alpha_pattern`: with them, every factor B is written times the scaling of its layer.
+    """
     folder.mkdir(parents=True)
-    state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in adapter_state(model).items()}
+    (name,) = model.active_adapters
+    state = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in adapter_state(model).items()}
+    config = cast(LoraConfig, copy.copy(model.peft_config[name]))
+    config.inference_mode = True
+    if config.rank_pattern or config.alpha_pattern:
+        for layer_name, layer in model.named_modules():
+            if isinstance(layer, lora.LoraLayer):
+                state[f"{layer_name}.lora_B.weight"] *= layer.scaling[name]
+        config.r = config.lora_alpha = largest_rank(config)
+        config.use_rslora, config.rank_pattern, config.alpha_pattern = False, {}, {}
     save_file(padding.tensors(state) if padding else state, folder / "adapter_model.safetensors")
-    config = model.peft_config[model.active_adapters[0]]
-    training, config.inference_mode = config.inference_mode, True
-    try:
-        config.save_pretrained(str(folder))
-    finally:
-        config.inference_mode = training
+    config.save_pretrained(str(folder))
+
+
+def largest_rank(config: LoraConfig) -> int:
+    """The largest rank of a layer, which vLLM's `max_lora_rank` bounds."""
+    return max([config.r, *(config.rank_pattern or {}).values()])
 
 
 @torch.no_grad()

@@ -198,7 +198,7 @@ class ChatEndpoint:
         if asked is not None and asked > LONGEST_RETRY_AFTER:
             raise JudgeError(f"the judge at {self.url} asks to wait for {asked:.0f} s ({problem}): continue the run later")
         spread = hashlib.sha256(data + bytes([attempt % 256])).digest()[0] / 255
-        wait = asked or min(2.0 ** (attempt - 1), LONGEST_WAIT) * (0.5 + 0.5 * spread)
+        wait = asked or min(2.0 ** min(attempt - 1, 10), LONGEST_WAIT) * (0.5 + 0.5 * spread)
         if time.monotonic() - self._said > 10.0:
             self._said = time.monotonic()
             logger.warning("the judge at %s: %s; asked again in %.1f s", self.url, problem, wait)
