@@ -50,7 +50,7 @@ disable_tqdm run_name trackio_space_id trackio_bucket_id trackio_static_space_id
 hub_token hub_private_repo hub_model_id hub_revision full_determinism
 use_cpu accelerator_config parallelism_config dataloader_num_workers dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
-ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed
+ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp deepspeed
 debug skip_memory_metrics do_eval resume_from_checkpoint local_rank
 """
 
@@ -394,6 +394,9 @@ def test_another_engine_takes_the_place_of_a_runs_servers(tmp_path):
     config = build_config(SelfDistillConfig, str(stored), given | {"rollouts": "hf"})
     assert (config.rollouts, config.rollout_servers) == ("hf", [])
     assert build_config(SelfDistillConfig, str(stored), given | {"rollouts": "server"}).rollout_servers == ["http://a:1"]
+    SelfDistillConfig(use_cpu=True, rollouts="vllm", vllm_weights="lora").save_yaml(stored)
+    for engine, expected in {"hf": None, "http://a:1": None, "vllm": "lora", "auto": "lora"}.items():
+        assert build_config(SelfDistillConfig, str(stored), given | {"rollouts": engine}).vllm_weights == expected
 
 
 def test_settings_without_evaluation_can_be_copied():
@@ -867,6 +870,41 @@ def test_completion(words, expected, firedistill):
     assert told.stdout.split() == expected and not told.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["--log_level", "verbose"], "log_level is 'verbose': expected 'detail' or 'debug' or"),
+        (
+            ["--dataloader_prefetch_factor", "0", "--dataloader_num_workers", "1"],
+            "dataloader_prefetch_factor is 0: expected at",
+        ),
+        (["--warmup_steps", "2.7"], "warmup_steps is 2.7: expected a whole number, or below 1 a share of max_steps"),
+        (["--method_settings", '{"group_size": 2, "group_size": 4}'], "expected a mapping"),
+        (["--fsdp_config", "no-such-file.json"], "fsdp_config has no effect on a self-distillation run"),
+    ],
+)
+def test_values_that_would_fail_later_or_be_dropped_are_refused(options, complaint, firedistill):
+    told = firedistill("train", "lab", *options)
+    assert told.status == 2 and complaint in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train lab", "the same command"),
+        ("train lab --overwrite --seed 1", "the command without --overwrite"),
+        ("train lab --resume-from-checkpoint=runs/x/checkpoint-5", "the command without --resume_from_checkpoint"),
+    ],
+)
+def test_no_message_asks_to_repeat_what_would_remove_the_run(words, expected, firedistill, monkeypatch, capsys):
+    def lose(*arguments):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
+
+    monkeypatch.setattr(cli, "load_command", lambda name: lose)
+    assert cli.main(words.split()) == 2
+    assert f"see its message; {expected} continues from the last checkpoint (" in capsys.readouterr().err
+
+
 def test_every_inherited_option_has_an_effect_or_is_refused():
     """A new option of TrainingArguments is to be sorted into one of the two."""
     inherited = {f.name: f for f in fields(SelfDistillConfig) if f.init and not f.metadata.get("effect")}
@@ -937,6 +975,18 @@ def test_eval_of_a_run_without_adapter_does_not_judge_the_base_model(run, tmp_pa
     (tmp_path / "killed" / "config.yaml").write_text((run / "config.yaml").read_text())
     told = firedistill("eval", tmp_path / "killed")
     assert told.status == 2 and "has no adapter yet" in told.err
+
+
+def test_a_run_that_is_continued_is_not_judged_by_its_earlier_end(run, tmp_path, firedistill):
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "finished.json").unlink()
+    for command in ("eval", "inspect"):
+        told = firedistill(command, copy, "--output_dir", copy)
+        assert (
+            told.status == 2 and f"{copy} was continued and has not ended again: finish it with --resume, or name" in told.err
+        )
+        assert firedistill(command, copy / "adapter", "--output_dir", copy).status == 0
 
 
 def test_eval_by_category(recipe, firedistill):
@@ -1094,6 +1144,11 @@ def test_options_that_a_command_reads():
         (["--save", "--prompts"], "--prompts has no effect with --save"),
         (["--checkpoint", "2", "--initial_adapter", "x"], "--checkpoint and --initial_adapter both name an adapter"),
         (["--save", "--task", "arithmetic"], "--task has no place beside --save, which stores what the run itself does"),
+        (["--save", "--teacher", "student"], "--teacher has no place beside --save, which stores what the run itself does"),
+        (
+            ["--teacher", "student"],
+            "--teacher is 'student', but {run}/checkpoint-4 holds the weights of the run's own teacher (ema)",
+        ),
     ],
 )
 def test_inspect_refuses_what_cannot_be_meant(arguments, complaint, run, firedistill):
@@ -1328,7 +1383,10 @@ def test_evaluations_before_and_after():
     assert columns == [["", "before", "after"], ["", "step 20", "after"]]
 
 
-def test_trackers_know_a_run_by_its_folder():
+def test_trackers_know_a_run_by_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert SelfDistillConfig(output_dir=".", use_cpu=True).run_name == "mine"
     config = SelfDistillConfig(output_dir="runs/mine", use_cpu=True)
     assert (config.run_name, config.project) == ("mine", "firedistill")
     assert SelfDistillConfig(output_dir="runs/mine", run_name="other", use_cpu=True).run_name == "other"

@@ -148,6 +148,13 @@ def take(folder):
 """
 
 
+def test_a_folder_has_one_lock_whatever_its_name(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with RunLock("../run") as outer, RunLock(tmp_path / "run") as inner:
+        assert inner is outer and outer.depth == 2
+
+
 def test_overwriting_does_not_leave_a_checkpoint_to_resume_from(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("method: fire\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

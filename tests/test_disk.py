@@ -178,7 +178,7 @@ def test_a_signal_or_another_error_ends_the_waiting(number, checkpoint, tmp_path
     if number == errno.ENOSPC:
         monkeypatch.setattr(t.stop, "wait", lambda seconds: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(
-        OSError, match="adapter of step 4 could not be written .* A copy is in .* resumes from the last checkpoint"
+        OSError, match="adapter of step 4 could not be written .* A copy is in .* resumes from its last checkpoint"
     ):
         t.train()
     assert finished_step(tmp_path / "run") is None and len(copies(caplog)) == 1
@@ -238,7 +238,8 @@ def test_an_upload_that_fails_is_told_and_ends_nothing(checkpoint, tmp_path, cap
     t = trainer(checkpoint, tmp_path / "run", save_steps=2, push_to_hub=True, hub_token="hf_secret")
     t.train()
     assert finished_step(tmp_path / "run") == 4 and len(uploads) == 3, "two checkpoints and the adapter"
-    assert "later: hf upload me/x" in caplog.text and "hf_secret" not in caplog.text
+    later = f"later: hf upload me/x {tmp_path / 'run' / 'adapter'} '--include=adapter_*' '--include=tokenizer*'"
+    assert later in caplog.text and "hf_secret" not in caplog.text
     assert not any("hf_secret" in path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*") if path.is_file())
 
 

@@ -888,6 +888,21 @@ trainer.train()
     assert run_directory(run) == run_directory(whole)
 
 
+def test_a_run_that_ended_before_its_first_checkpoint_keeps_the_replies(server, checkpoint, tmp_path):
+    path = judge_file(tmp_path, server, retries=0, **RUBRIC)
+    settings = {"judge": str(path), "save_steps": 100, "eval_size": 0}
+    server.reply = lambda request, number: any_reply(request, number) if number < 6 else Answer("gone", 503)
+    with pytest.raises(JudgeError, match="status 503: gone"):
+        run_trainer(checkpoint, tmp_path / "run", **settings).train()
+    answered = 6
+    server.reply = any_reply
+    run_trainer(checkpoint, tmp_path / "run", **settings).train()
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and 0 < sum(row.get("judge_cached", 0) for row in rows) <= answered
+    run_trainer(checkpoint, tmp_path / "run", **settings).train(resume_from_checkpoint=False)
+    assert not sum(row.get("judge_cached", 0) for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")), "a new run"
+
+
 def test_a_run_whose_judge_has_changed_is_refused(server, checkpoint, tmp_path):
     path = judge_file(tmp_path, server)
     run_trainer(checkpoint, tmp_path / "run", judge=str(path), max_steps=2).train()
@@ -1037,6 +1052,17 @@ def test_an_evaluation_reads_the_replies_of_its_run(server, checkpoint, tmp_path
     asked_once = len(server.requests)
     assert asked_once > before and (tmp_path / "run" / "judge" / "eval-0.jsonl").is_file()
     assert main([*words, "--max_new_tokens", "5"]) == 0 and len(server.requests) == asked_once
+
+
+def test_an_evaluation_needs_no_key_of_a_judge_that_it_does_not_ask(server, checkpoint, tmp_path):
+    path = judge_file(tmp_path, server)
+    path.write_text(path.read_text() + "key: JUDGE_KEY\n")
+    config = run_config(checkpoint, tmp_path / "run", judge=str(path))
+    assert load_setup(config, task=ToyTask(), train=False, teacher=False).task.name == "toy"
+    path = judge_file(tmp_path, server, **RUBRIC)
+    path.write_text(path.read_text() + "key: JUDGE_KEY\n")
+    with pytest.raises(ValueError, match="variable JUDGE_KEY is not set"):
+        load_setup(config, task=ToyTask(), train=False, teacher=False)
 
 
 def test_a_judge_that_nobody_reads_is_refused(server, checkpoint, tmp_path):

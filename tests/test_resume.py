@@ -24,6 +24,7 @@ from firedistill.config import effect
 from firedistill.models.loading import load_model_and_tokenizer
 from firedistill.models.lora import add_lora
 from firedistill.objectives import Metrics, Objective, batches, registered_objectives
+from firedistill.recipes import build_config
 from firedistill.run import checkpoints, signals
 from firedistill.run.checkpoints import CheckpointError, load_state, newest_checkpoint, save_state
 from firedistill.run.identity import choose, differences, to_plain, tokenizer_fingerprint
@@ -896,6 +897,9 @@ def test_a_run_without_checkpoint_starts_again_only_with_the_same_settings(copy,
     assert firedistill(["train", str(copy), "--learning_rate", "1e-3", "--resume_from_checkpoint", "auto"]) == 2
     assert "already holds a run with other settings" in capsys.readouterr().err
     (copy / "finished.json").unlink()
+    config = build_config(SelfDistillConfig, str(copy), {"learning_rate": 1e-3, "output_dir": str(copy)})
+    with pytest.raises(ValueError, match=r"already holds a run with other settings and no checkpoint \(learning_rate was 0.01"):
+        SelfDistillTrainer(args=config).train()
     assert firedistill(["train", str(copy)]) == 0
     assert same_runs(whole, copy) == []
 

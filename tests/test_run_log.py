@@ -337,7 +337,7 @@ def test_the_model_card_is_one_that_the_hub_accepts(base, tmp_path):
     row = {"step": 4, "n": 10, "accuracy": 0.5, "stderr": 0.16, "lenient_accuracy": 0.6, "well_formed_rate": 1.0}
     (tmp_path / "evals.jsonl").write_text(json.dumps(row | {"step": 0, "accuracy": 0.4}) + "\n" + json.dumps(row) + "\n")
     config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0, model_revision="v1")
-    text = model_card(config, tmp_path, base)
+    text = model_card(config, tmp_path, base, 7)
     data = ModelCard(text).data
     assert data.base_model == (base if base.startswith("Qwen") else None) and data.library_name == "peft"
     assert [(result.dataset_name, result.metric_value) for result in data.eval_results] == [("gsm8k", 0.5)]
@@ -345,10 +345,19 @@ def test_the_model_card_is_one_that_the_hub_accepts(base, tmp_path):
     assert "/somewhere" not in text and "| 0 | 0.400 " in text and "PeftModel.from_pretrained" in text
 
 
+def test_the_model_card_of_a_warm_start_on_ones_own_data_names_neither_distillation_nor_folders(tmp_path):
+    settings = {"learning_rate": 1e-5, "seed": 0, "model_revision": None}
+    config = SimpleNamespace(task=str(tmp_path / "problems.csv"), method="supervised", **settings)
+    text = model_card(config, tmp_path, "Qwen/Qwen2.5-0.5B-Instruct", 1)
+    assert "trained by supervised fine-tuning on gold solutions (`supervised`) with firedistill: 1 optimizer step, peak" in text
+    assert "# Qwen/Qwen2.5-0.5B-Instruct on problems.csv, supervised" in text
+    assert "distillation" not in " ".join(ModelCard(text).data.tags) and str(tmp_path) not in text
+
+
 def test_the_licence_of_the_base_comes_from_its_card(tmp_path):
     config = SimpleNamespace(task="gsm8k", method="fire", max_steps=4, learning_rate=1e-5, seed=0, model_revision=None)
-    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license is None
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path), 7)).data.license is None
     (tmp_path / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
-    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license == "apache-2.0"
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path), 7)).data.license == "apache-2.0"
     (tmp_path / "README.md").write_text("---\n: [\n---\n")
-    assert ModelCard(model_card(config, tmp_path, str(tmp_path))).data.license is None
+    assert ModelCard(model_card(config, tmp_path, str(tmp_path), 7)).data.license is None

@@ -102,8 +102,15 @@ def _parsed(text: str, kind: type) -> Any:
     if kind is bool:
         return {"true": True, "yes": True, "false": False, "no": False}[text.lower()]
     if kind is dict:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=with_unique_keys)
     return parse_yaml(text) if text.lstrip().startswith("[") else [item.strip() for item in text.split(",")]
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of these pairs; raises ValueError if a key is repeated."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key is repeated")
+    return found
 
 
 def is_secret(name: str) -> bool:

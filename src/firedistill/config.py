@@ -196,7 +196,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     score_temperature: float = method_setting(1.0, "Temperature of the student and teacher distributions in the loss.", above=0)
     drop_unfinished_rollouts: bool = method_setting(
-        False, "Do not train on responses without end-of-sequence or a well-formed answer line; they still count in N."
+        False,
+        "Do not train on responses without end-of-sequence or a well-formed answer line. The divisor of the loss counts them.",
     )
 
     # --- Rollouts
@@ -446,7 +447,7 @@ class SelfDistillConfig(TrainingArguments):
     def __post_init__(self) -> None:
         self._convert()
         self.output_dir = self._filled(self.output_dir or RUN_FOLDER)
-        self.run_name = self.run_name or Path(self.output_dir).name  # for trackers
+        self.run_name = self.run_name or Path(os.path.abspath(os.path.expanduser(self.output_dir))).name  # for trackers
         if self.rollouts.startswith(("http://", "https://")):
             self.rollouts, self.rollout_servers = "server", [address.strip() for address in self.rollouts.split(",")]
         if isinstance(self.deepspeed, str):
@@ -544,6 +545,10 @@ class SelfDistillConfig(TrainingArguments):
                 f"dataloader_num_workers is {self.dataloader_num_workers}: expected 0 or more, and 1 or more with "
                 "dataloader_persistent_workers"
             )
+        if self.dataloader_prefetch_factor is not None and self.dataloader_prefetch_factor < 1:
+            raise ValueError(f"dataloader_prefetch_factor is {self.dataloader_prefetch_factor}: expected at least 1, or none")
+        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
+            raise ValueError(f"warmup_steps is {self.warmup_steps:g}: expected a whole number, or below 1 a share of max_steps")
         if self.max_steps * self.per_device_train_batch_size * self.gradient_accumulation_steps >= 2**53:
             raise ValueError(
                 f"max_steps ({self.max_steps}), per_device_train_batch_size ({self.per_device_train_batch_size}) and "
@@ -785,7 +790,7 @@ def redeclared(name: str, default: Any, **changed: Any) -> Any:
 
 @dataclass
 class WarmStartConfig(SelfDistillConfig):
-    """The settings of a training run with the defaults of a warm start."""
+    """The settings of a warm start: those of `SelfDistillConfig` with other defaults, and `feedback_share`."""
 
     method: str = redeclared("method", "supervised", help="Do not change; a warm start is supervised fine-tuning.")
     max_steps: int = redeclared("max_steps", 100)
@@ -843,6 +848,7 @@ UNUSED = {
     "ignore_data_skip": "a resumed run continues with the next prompts",
     "save_on_each_node": "the nodes share the run directory",
     "hub_always_push": "a run waits for every upload",
+    "fsdp_config": "fsdp_size spreads the base model",
 }
 
 # Optimizers that would not make the step of docs/how-a-step-works.md, by patterns of their names.

@@ -28,6 +28,7 @@ from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
 from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
 from firedistill.run.console import accuracy_line
+from firedistill.run.directory import finished_step
 from firedistill.run.log import json_line, last_row
 from firedistill.setup import Setup, load_setup
 from firedistill.suites.plan import absolute
@@ -40,7 +41,7 @@ FILES = ("config.yaml", "adapter_config.json")
 """Files that a run directory or an adapter has."""
 SAMPLED = {"temperature", "top_p", "top_k", "score_tokens_per_forward"}
 """Options that sampled responses depend on, and greedy ones do not."""
-OF_RUN = {"task", "model", "data_dir", "initial_adapter", "method"}
+OF_RUN = {"task", "model", "data_dir", "initial_adapter", "method", "teacher", "teacher_feedback"}
 """Options that define a run."""
 OF_THE_ROWS = {"feedback", "eval_data"}
 """Options about one's own data that other rows do not share."""
@@ -80,6 +81,11 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
         if not adapter.is_dir():
             raise ValueError(
                 f"{recipe} has no adapter yet: finish it with --resume, or name a checkpoint: {recipe}/checkpoint-N"
+            )
+        if finished_step(Path(recipe)) is None:
+            raise ValueError(
+                f"{recipe} was continued and has not ended again: finish it with --resume, or name a checkpoint "
+                f"({recipe}/checkpoint-N) or the adapter of the earlier end ({adapter})"
             )
         settings = {**settings, "initial_adapter": str(adapter)}
     if recipe is not None and "task" in settings:
@@ -222,6 +228,12 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(f"--example is {first}, but the {split} split of {task.name} has {len(examples)} problems")
     teacher = setup.teacher(scoring_limit(args.tokens_per_forward))
     if weights := checkpoint or (newest_checkpoint(run) if run is not None else None):
+        named, own = options.settings.get("teacher"), read_recipe(str(run)).get("teacher") if run is not None else None
+        if named in ("ema", "student", "initial") and named != own:
+            raise ValueError(
+                f"--teacher is {named!r}, but {weights} holds the weights of the run's own teacher ({own or 'unknown'}): leave "
+                "--teacher out, or name an adapter or a model"
+            )
         teacher.weights.load(weights)
     elif args.teacher_kind == "initial" and run is not None:
         raise ValueError(

@@ -61,9 +61,11 @@ PRINTING_COMMANDS = {"eval", "inspect", "data", "completion"}
 PRINTING_OPTIONS = {"-h", "--help", "--help-all", "--version", "--status", "--dry-run", "--dry_run"}
 
 LOST = (
-    "another process of this run has ended, or has not answered within ddp_timeout; see its message. The same command continues from "
-    "the last checkpoint"
+    "another process of this run has ended, or has not answered within ddp_timeout; see its message; {again} continues from the last "
+    "checkpoint"
 )
+REPLACING = ("--overwrite", "--resume_from_checkpoint")
+"""Options with which a repeated command would remove later checkpoints."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,9 +112,8 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         hint = ""
         if parsed.command in ("train", "warmstart"):
-            again = "the command without --overwrite" if "--overwrite" in arguments else "the same command"
-            hint = f"; {again} resumes the run from its last checkpoint, if there is one"
-        Console(stderr=True).print(f"{of_rank()}stopped{hint}", style="yellow", soft_wrap=True)
+            hint = f"; {repeated(arguments)} resumes the run from its last checkpoint, if there is one"
+        Console(stderr=True, markup=False, highlight=False).print(f"{of_rank()}stopped{hint}", style="yellow", soft_wrap=True)
         return 130
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         # A user's mistake is a ValueError with a message that says so, a file that cannot be used, or a package that is not installed.
@@ -120,13 +121,20 @@ def run(arguments: Sequence[str]) -> int:
         lost = is_lost_process(error)
         if os.environ.get("FIREDISTILL_TRACEBACK") or (isinstance(error, RuntimeError) and not lost):
             raise
-        text = f"{LOST} ({str(error)[:300]})" if lost else str(error)
+        text = f"{LOST.format(again=repeated(arguments))} ({str(error)[:300]})" if lost else str(error)
         # One line, but for the kinds of rows that cannot be used.
         lines = text.splitlines() if isinstance(error, DataError) else [text]
         lines[0] = f"{of_rank()}firedistill {parsed.command}: {lines[0]}"
         message = "\n".join(visible(" ".join(line.split())) for line in lines)
         Console(stderr=True, markup=False, emoji=False, highlight=False).print(message, style="red", soft_wrap=True)
         return 2
+
+
+def repeated(arguments: Sequence[str]) -> str:
+    """The command that resumes this one's run, in words."""
+    given = {word.partition("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
+    left_out = [option for option in REPLACING if option.replace("-", "_") in given]
+    return f"the command without {' and '.join(left_out)}" if left_out else "the same command"
 
 
 def is_lost_process(error: BaseException) -> bool:

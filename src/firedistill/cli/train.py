@@ -87,6 +87,8 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
         console.print(
             f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
         )
+        if options.preflight == "only":
+            config.push_to_hub = False  # which would create the repository
         trainer = trainer_class(args=config)
         checkpoint = trainer.checkpoint_to_resume(wanted, allowed)
         if options.preflight != "skip":
@@ -95,7 +97,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
                 return 0
         if trainer.console_report is not None:
             trainer.console_report.console = console
-        trainer.train(resume_from_checkpoint=checkpoint or False, allow_changes=allowed, preflight=False)
+        trainer.train(resume_from_checkpoint=checkpoint or wanted, allow_changes=allowed, preflight=False)
     if trainer.stop.signal is not None and not trainer.ended:
         step = trainer.state.global_step
         resume = f"firedistill {command} {shlex.quote(str(folder))}"

@@ -19,23 +19,29 @@ CITATION = """\
 }"""
 
 
-def model_card(config: Any, folder: Path, base: str) -> str:
+def model_card(config: Any, folder: Path, base: str, steps: int) -> str:
     """What this adapter is, how it was made, what it scored, and how to load it.
 
     Args:
         config: the settings of the run.
         folder: the run directory, with `evals.jsonl`.
         base: name of the base model: a hub id or a path.
+        steps: optimizer steps so far.
     """
     hub_id = base if is_hub_id(base) else None
+    is_path = Path(config.task).expanduser().is_absolute() or config.task.startswith(".") or Path(config.task).exists()
+    task = Path(config.task).name if is_path else config.task
+    distilled = config.method != "supervised"
+    tags = ["firedistill", *(("self-distillation", "on-policy-distillation") if distilled else ()), "lora", config.method]
+    training = "feedback-based on-policy self-distillation" if distilled else "supervised fine-tuning on gold solutions"
     shown = hub_id or Path(base).name
     revision = f", revision={json.dumps(config.model_revision)}" if config.model_revision is not None else ""
     evaluations = read_jsonl(folder / "evals.jsonl")
     results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=config.task,
-            dataset_name=config.task,
+            dataset_type=task,
+            dataset_name=task,
             metric_type="accuracy",
             metric_name=f"greedy accuracy, {row['n']} held-out problems",
             metric_value=round(row["accuracy"], 4),
@@ -47,8 +53,8 @@ def model_card(config: Any, folder: Path, base: str) -> str:
         base_model=hub_id,
         license=licence_of(base),
         pipeline_tag="text-generation",
-        tags=["firedistill", "self-distillation", "on-policy-distillation", "lora", config.method],
-        model_name=f"{shown} {config.task} {config.method}" if results else None,
+        tags=tags,
+        model_name=f"{shown} {task} {config.method}" if results else None,
         eval_results=results or None,
     )
     table = "".join(
@@ -61,10 +67,10 @@ def model_card(config: Any, folder: Path, base: str) -> str:
 {data.to_yaml()}
 ---
 
-# {shown} on {config.task}, {config.method}
+# {shown} on {task}, {config.method}
 
-A LoRA adapter for `{shown}`, trained by feedback-based on-policy self-distillation (`{config.method}`) with firedistill: \
-{config.max_steps} optimizer steps, peak learning rate {config.learning_rate:g}, seed {config.seed}. \
+A LoRA adapter for `{shown}`, trained by {training} (`{config.method}`) with firedistill: \
+{steps} optimizer step{"s" * (steps != 1)}, peak learning rate {config.learning_rate:g}, seed {config.seed}. \
 `config.yaml` of the run holds every setting.
 
 ## Held-out accuracy, greedy

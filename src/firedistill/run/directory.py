@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ RUN_FILES = [
 ]
 CHECKPOINT = re.compile(r"checkpoint-(\d{1,12})")
 ROLLOUTS = re.compile(r"(step|eval|sampled)_(\d{6,16})(?:-(\d{6,16}))?\.parquet")
-ATTRIBUTION = re.compile(r"step_\d{6,16}\.json")
+ATTRIBUTION = re.compile(r"step_(\d{6,16})\.json")
 
 
 class RunDirectoryError(ValueError):
@@ -116,8 +116,11 @@ def refuse_other_files(folder: Path) -> None:
         )
 
 
-def remove_run(folder: Path) -> None:
+def remove_run(folder: Path, keep: Sequence[str] = ()) -> None:
     """Delete what a run has written in the folder, and nothing else.
+
+    Args:
+        keep: those of `RUN_FILES` that stay.
 
     Raises:
         RunDirectoryError: see `refuse_other_files`; or a checkpoint cannot be deleted.
@@ -137,7 +140,8 @@ def remove_run(folder: Path) -> None:
         with suppress(OSError):  # it does not exist, or holds other files
             inner.rmdir()
     for name in RUN_FILES:
-        remove(folder / name)
+        if name not in keep:
+            remove(folder / name)
 
 
 def remove(path: Path) -> None:
@@ -189,7 +193,7 @@ class RunLock:
     held: dict[Path, RunLock] = {}
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder).absolute()
+        self.folder = Path(os.path.abspath(folder))  # without "..": one name per folder
         self.path = self.folder / ".lock"
         self.depth = 0
 

@@ -187,6 +187,12 @@ def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
         raise ValueError(f"{run} already holds a run {what}: replace it with --overwrite, or choose another --output_dir")
 
 
+def meaning(wanted: str | Path | bool | None) -> str | Path | bool | None:
+    """What `resume_from_checkpoint` asks for, which recipes and command lines may name by a word."""
+    words: dict[str, bool | None] = {"auto": None, "none": False, "true": True, "false": False}
+    return words.get(wanted.lower(), wanted) if isinstance(wanted, str) else wanted
+
+
 def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
     """The checkpoint to continue from, verified to be complete; None to start from the beginning.
 
@@ -202,9 +208,7 @@ def choose(wanted: str | Path | bool | None, run: str | Path) -> Path | None:
         raise TypeError(
             f"resume_from_checkpoint is a {type(wanted).__name__}: expected True, False, None, 'auto' or the path of a checkpoint"
         )
-    if isinstance(wanted, str):
-        words: dict[str, bool | None] = {"auto": None, "none": False, "true": True, "false": False}
-        wanted = words.get(wanted.lower(), wanted)
+    wanted = meaning(wanted)
     if wanted is False:
         return None
     found = all_checkpoints(run)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from firedistill.files import UNFINISHED, naming, write_text, written_at_once
 from firedistill.rollout import Rollout
-from firedistill.run.directory import rollout_file, rollouts_in
+from firedistill.run.directory import ATTRIBUTION, rollout_file, rollouts_in
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -77,6 +77,9 @@ class RunLog:
                     "%s has rows of %d of the %d steps before: reports and curves lack the others", file, len(kept), step
                 )
             write_text(self.folder / name, "".join(map(json_line, kept)))
+        for path in (self.folder / "attribution").glob("*"):
+            if (of_step := ATTRIBUTION.fullmatch(path.name)) and int(of_step[1]) > step:
+                path.unlink()
         folder = self.folder / "rollouts"
         for path in folder.glob(f"{UNFINISHED}*"):
             if rollouts_in(path.name.removeprefix(UNFINISHED)):

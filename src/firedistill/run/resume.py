@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ from firedistill.run.signals import StopOverdue, StopRequest
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 10.0
+UPLOADED = ["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"]
+"""What of a folder is uploaded to the Hub, as patterns."""
 # DeepSpeed restores them from its checkpoint.
 FIXED_BY_DEEPSPEED = {
     "world_size",
@@ -141,7 +144,9 @@ class ResumableTrainer(Trainer):
         run = Path(self.args.run_dir)
         if self.is_world_process_zero():
             if step == 0:
-                remove_run(run)
+                # A run that ended before its first checkpoint has paid for the judge's replies. Rows mark the folder as a run's.
+                again = identity.meaning(wanted) is False
+                remove_run(run, keep=() if again else ("judge", "metrics.jsonl"))
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
         self.begin_run(step)
@@ -168,6 +173,8 @@ class ResumableTrainer(Trainer):
         if len(set(gather_object([str(folder)]))) > 1:
             raise CheckpointError(f"the processes see different checkpoints in {self.args.run_dir}: it must be a shared folder")
         if folder is None:
+            if identity.meaning(wanted) is None:
+                identity.refuse_another_run(Path(self.args.run_dir), self.args)
             if allow_changes:
                 identity.check_allowed(self.identity(), self.args, allow_changes)
             return None
@@ -429,7 +436,7 @@ class ResumableTrainer(Trainer):
         return HfApi().upload_folder(
             repo_id=str(self.hub_model_id),
             folder_path=folder,
-            allow_patterns=["adapter_*", "tokenizer*", "chat_template*", "special_tokens_map.json", "README.md"],
+            allow_patterns=UPLOADED,
             commit_message=message or f"step {self.state.global_step}",
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
@@ -440,13 +447,14 @@ class ResumableTrainer(Trainer):
         try:
             self.upload(folder)
         except Exception as error:
+            chosen = [f"--include={pattern}" for pattern in UPLOADED]
+            revision = [f"--revision={self.args.hub_revision}"] if self.args.hub_revision else []
             logger.error(
-                "the upload to %s failed (%s: %s); later: hf upload %s %s",
+                "the upload to %s failed (%s: %s); later: %s",
                 self.hub_model_id,
                 type(error).__name__,
                 " ".join(str(error).split())[:300],
-                self.hub_model_id,
-                folder,
+                shlex.join(["hf", "upload", str(self.hub_model_id), str(folder), *chosen, *revision]),
             )
 
     def write_at_the_end(self, write: Callable[[Path], None], target: Path) -> None:
@@ -468,8 +476,8 @@ class ResumableTrainer(Trainer):
                     logger.error("%s of step %d cannot be written (%s). %s", target, step, reason, copy)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self.stop.signal is not None:
                     raise OSError(
-                        f"{target} of step {step} could not be written ({reason}). {copy}. Make room; the same command then resumes "
-                        "from the last checkpoint"
+                        f"{target} of step {step} could not be written ({reason}). {copy}. Make room; the run then resumes from its "
+                        "last checkpoint"
                     ) from error
                 logger.error("make room on the disk: this is tried again every %.0f s until SIGTERM or Ctrl-C", RETRY_AFTER)
                 self.stop.wait(RETRY_AFTER)
