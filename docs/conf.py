@@ -59,7 +59,8 @@ def options_page() -> str:
         "",
         "Options of `firedistill train`, fields of `SelfDistillConfig`, and keys of a YAML recipe have the same names. Options of",
         "`transformers.TrainingArguments` are accepted as well. Those at the end of this page are refused, and so are `fsdp`, `bf16`,",
-        "`fp16`, `torch_compile`, `full_determinism`, `save_only_model` and `load_best_model_at_end`; the error names the alternative.",
+        "`fp16`, `torch_compile`, `full_determinism`, `save_only_model` and `load_best_model_at_end`; the error names the",
+        "alternative if there is one.",
     ]
     for group, options in option_groups(SelfDistillConfig).items():
         lines += ["", f"## {group}", "", "| option | default | |", "|---|---|---|"]

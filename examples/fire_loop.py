@@ -2,8 +2,8 @@
 
     python examples/fire_loop.py --steps 20
 
-It prints the losses that `firedistill train lab --max_steps 20` logs. Read it beside the paper: symbols and order are those of
-Algorithm 1, and every name is a piece of the package that works on its own.
+It prints the losses that `firedistill train lab --max_steps 20 --use_cpu true` logs. Read it beside the paper: symbols and order are
+those of Algorithm 1, and every name is a piece of the package that works on its own.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """A recipe on the workers of a Ray cluster: Ray Train launches the trainer as it is, in the place of torchrun.
 
-    pip install 'firedistill[ray]'
+    pip install '.[ray]'
     python examples/ray_train.py lab --workers 2 --max_steps 20 --output_dir runs/ray
 
-All other options are those of `firedistill train`. The working directory and the run directory must be on a file system that all
-workers share. If a worker is lost, Ray starts all of them again, and the run resumes from its last checkpoint.
+All other options are settings of a run, as in `firedistill train`; its `--resume`, `--overwrite`, `--preflight` and `--allow_changes`
+are unknown here. The working directory and the run directory must be on a file system that all workers share. If a worker is lost, Ray
+starts all of them again, and the run resumes from its last checkpoint.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Can the teacher read feedback? Of the held-out problems that the student gets wrong, how many does the teacher solve?
 
-    python examples/teacher_check.py quickstart --eval_size 48
+    python examples/teacher_check.py lab --eval_size 48
 
 It takes a recipe and options like `firedistill train`. The student samples an answer, feedback is built for the wrong ones, and the
 teacher answers greedily with that feedback in its prompt. The teacher is that of a run at its start: the student's own weights, or the

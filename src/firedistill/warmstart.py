@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class WarmStartTrainer(SelfDistillTrainer):
-    """`SelfDistillTrainer` whose responses are the gold solutions.
+    """`SelfDistillTrainer` whose responses are the gold solutions: `WarmStartTrainer(args=WarmStartConfig(task="arithmetic"))`.
+
+    Its arguments are those of `SelfDistillTrainer`; `args` is a `firedistill.config.WarmStartConfig`.
 
     Raises:
         ValueError: a training example has no gold solution.

@@ -15,9 +15,9 @@ class Answer:
     """The answer that a response gives.
 
     Attributes:
-        value: normalized. A number is its canonical exact fraction (`"42"`, `"-7/2"`); several numbers are joined (`"2; 6"`);
-            any other text is in lower case with single spaces (`"11:30"`). A choice is one of the labels. None if no answer was
-            found.
+        value: normalized. A number is a decimal (`"42"`, `"2.5"`), or a reduced fraction where the text has a slash (`"-7/2"`);
+            several numbers are joined (`"2; 6"`); any other text is in lower case with single spaces (`"11:30"`). A choice is one
+            of the labels. None if no answer was found.
         well_formed: whether the answer is on the required line, in an accepted form.
     """
 
