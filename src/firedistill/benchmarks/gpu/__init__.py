@@ -23,9 +23,9 @@ from firedistill.benchmarks.parts import Part
 CALLS = {
     Part("ceilings", "Bandwidth, matrix products, the cost of an operator and of a wait", 15): "kernels ceilings",
     Part("decoding", "Sampling at the shape of Qwen2.5 1.5B, per token", 90): "steps decoding",
+    Part("tests", "The tests that need a GPU", 195, alone=True): "inspection tests",
     Part("head-check", "The head and loss against the equations in float64", 90, alone=True): "kernels head_check",
     Part("step-1.5b", "Whole steps at the shape of Qwen2.5 1.5B", 140): "steps whole_step 1.5b",
-    Part("tests", "The tests that need a GPU", 220, alone=True): "inspection tests",
     Part("head", "Head and loss, forward and backward, by chunk size", 35): "kernels head",
     Part("waits", "Waits for the device in a FIRE step", 35): "inspection waits",
     Part("same-seed", "The lab model trained twice with the same seed", 120, alone=True): "inspection same_seed",
