@@ -14,7 +14,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from firedistill.tasks import TASKS, DataError, Example, Task, Verdict, isolated, load_task
+from firedistill.tasks import TASKS, DataError, Example, NumericTask, Task, Verdict, isolated, load_task
+from firedistill.tasks import gym as gym_module
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.sources import PARQUET_EXPORT
 
@@ -628,13 +629,47 @@ def test_gym_runs_no_answer_that_is_python(gym, tmp_path):
     task._isolated_scorer.close()
 
 
-def test_a_remark_does_not_count_as_numbers_that_are_used(gym):
+def test_gym_hands_no_text_to_sympy(gym, tmp_path):
+    task, proof = gym("gym:simple_integration"), tmp_path / "proof"
+    example = task.examples("eval", n=1)[0]
+    for text in (
+        f"\"open%c{str(proof)!r}, 'w')\" % 40",
+        f"[\"open%c{str(proof)!r}, 'w')\" % 40]",
+        f"f\"open{{40:c}}{str(proof)!r}, 'w')\"",
+    ):
+        assert not task.verify(example, f"#### {text}").correct
+    assert not proof.exists() and task.verify(example, f"#### 0 + {example.answer}").correct
+    task._isolated_scorer.close()
+
+
+def test_numbers_that_are_not_used_do_not_count(gym):
     task = gym("gym:countdown")
     example = task.examples("eval", n=1)[0]
     target, numbers = example.metadata["metadata"]["target"], example.metadata["metadata"]["numbers"]
-    cheat = f"#### {'+'.join(['True'] * target)} # {' '.join(map(str, numbers))}"
-    assert not task.verify(example, cheat).correct
+    remark = f"{'+'.join(['True'] * target)} # {' '.join(map(str, numbers))}"
+    for cheat in (remark, f"{target:#x} + 0x0*({'+'.join(map(str, numbers))})"):
+        assert not task.verify(example, f"#### {cheat}").correct
+    assert task.verify(example, f"#### 0 + {example.metadata['metadata']['expression']}").correct is False, (
+        "0 is not one of them"
+    )
+    assert task._mark(f"({example.metadata['metadata']['expression']})", example) == 1.0
     task._isolated_scorer.close()
+
+
+def test_formulas_of_logic_are_read(gym):
+    task = gym("gym:propositional_logic")
+    assert task._evaluates_by and gym_module._harmless("¬(P ∨ Q) ∧ (P → (Q ↔ R))", may_quote=False)
+
+
+def test_an_answer_that_is_a_number_of_json_is_compared_as_text():
+    class Mine(NumericTask):
+        name = "mine"
+
+        def example(self, row, uid):
+            return Example(uid, row["question"], row["answer"])
+
+    verdict = Mine().verify(Mine().example({"question": "2 + 2?", "answer": 4}, "u"), "#### 4")
+    assert verdict.correct and (verdict.submitted, verdict.expected) == ("4", "4")
 
 
 def test_a_scorer_that_raises_does_not_accept(gym, monkeypatch):

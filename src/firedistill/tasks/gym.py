@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import inspect
@@ -38,7 +39,9 @@ _EVALUATES = re.compile(r"\beval\(|\bparse_expr\(|\bsympify\(")
 _HARMLESS_CALLS = frozenset(
     ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt", "Abs"]
 )
-_OPERATORS = frozenset("+-*/%,([{=<>:|&^~")
+_OPERATORS = frozenset("+-*/%,([{=<>:|&^~∧∨→↔¬")
+_COUNTED = frozenset(["countdown", "puzzle24"])  # whose scorers count the decimal numbers in an answer
+_OTHER_NUMBERS = re.compile(r"\d[^\W\d]")  # 0x2a, 1e3, 1_0
 _HARMFUL = re.compile(r"__|:=|[\\#;@\r]")  # a comment or a line break may stand between a name and its parenthesis
 _QUOTE = re.compile("['\"]")
 _TOKEN = re.compile(r"[^\W\d]\w*|\d+|\S")
@@ -79,7 +82,7 @@ class GymTask(Task):
             close = difflib.get_close_matches(dataset, known, n=5, cutoff=0.5)
             hint = f"Close matches: {', '.join(close)}." if close else f"It has: {', '.join(sorted(known))}."
             raise ValueError(f"reasoning-gym has no dataset {dataset!r}. {hint}")
-        self._evaluates_answers = bool(_EVALUATES.search(inspect.getsource(sys.modules[known[dataset][0].__module__])))
+        self._evaluates_by = set(_EVALUATES.findall(inspect.getsource(sys.modules[known[dataset][0].__module__])))
         self._scorer: Any = None
         self._isolated_scorer = IsolatedScorer(_SCORER, dataset)
 
@@ -152,8 +155,10 @@ class GymTask(Task):
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return 0.0
         entry = dict(example.metadata)
-        if self._evaluates_answers:
-            return self._isolated_scorer.score(answer, entry) if _harmless(answer) else 0.0
+        if self._evaluates_by:
+            fits = _harmless(answer, may_quote=self._evaluates_by == {"eval("})
+            fits = fits and not (self.dataset in _COUNTED and _OTHER_NUMBERS.search(answer))
+            return self._isolated_scorer.score(answer, entry) if fits else 0.0
         try:
             if self._scorer is None:
                 self._scorer = self._create(size=1, seed=0)
@@ -175,11 +180,16 @@ def _offset(name: str, seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{name}/{seed}".encode(), digest_size=8).digest(), "little") % MAX_COUNT
 
 
-def _harmless(answer: str) -> bool:
-    """Whether a text is safe to evaluate: it names no attribute, binds no name, and calls only elementary functions, and those with
-    numbers, since sympy evaluates texts."""
-    if _HARMFUL.search(answer) or ("(" in answer and _QUOTE.search(answer)):
+def _harmless(answer: str, may_quote: bool) -> bool:
+    """Whether a text is safe to evaluate: it names no attribute, binds no name, and calls only elementary functions.
+
+    Args:
+        may_quote: whether it may be a literal with texts. Sympy evaluates texts.
+    """
+    if _HARMFUL.search(answer):
         return False
+    if _QUOTE.search(answer):
+        return may_quote and _is_literal(answer)
     previous = "("
     for token in _TOKEN.findall(answer):
         if keyword.iskeyword(token):
@@ -189,6 +199,14 @@ def _harmless(answer: str) -> bool:
         if previous == "." and not token.isdecimal():
             return False
         previous = token
+    return True
+
+
+def _is_literal(answer: str) -> bool:
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
     return True
 
 

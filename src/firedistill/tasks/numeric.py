@@ -32,13 +32,14 @@ class NumericTask(Task):
 
     def verify(self, example: Example, response: str) -> Verdict:
         """Correct if the response's answer equals the gold exactly, as a rational number."""
-        answer = read_numeric(response, example.answer)
+        gold = str(example.answer)  # a subclass may leave a number of JSON
+        answer = read_numeric(response, gold)
         return Verdict(
-            correct=numeric_equal(answer.value, example.answer),
+            correct=numeric_equal(answer.value, gold),
             submitted=answer.value,
-            expected=example.answer,
+            expected=gold,
             well_formed=answer.well_formed,
-            lenient_correct=lenient_numeric_correct(response, example.answer),
+            lenient_correct=lenient_numeric_correct(response, gold),
         )
 
 
