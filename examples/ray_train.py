@@ -49,6 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
 
     overrides = parse_settings(rest)
     config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
+    if options.restarts and "resume_from_checkpoint" in overrides:
+        parser.error(
+            "--restarts repeats --resume_from_checkpoint, which would remove the later checkpoints: leave one of the two out"
+        )
     folder = Path(config.run_dir).absolute()
     ray.init(ignore_reinit_error=True)
     gpus = ray.cluster_resources().get("GPU", 0) > 0 if options.gpus is None else options.gpus  # this machine may have none

@@ -94,13 +94,15 @@ def worker_config(
 
 def main(kind: str, checkpoint: str, folder: str, batch: int) -> None:
     """`kind` is warmstart, a method, a method with scripted rollouts (`srpo:scripted`) and an adapter of the head as well
-    (`fire:head`), one that is stopped and resumed, one with different data (`fire:apart`), or a model with an adapter that every
-    process has drawn itself (`fire:drawn`). Writes the weights of student and teacher."""
+    (`fire:head`), one that is stopped and resumed, one with different data (`fire:apart`) or settings (`fire:rates`), or a model with
+    an adapter that every process has drawn itself (`fire:drawn`). Writes the weights of student and teacher."""
     method, _, how = kind.partition(":")
     settings = {"learning_rate": 0.3, "max_new_tokens": 9, "per_device_train_batch_size": batch}
     settings["eval_samples"] = 2 if method == "fire" and how not in ("scripted", "head") else 0
     if how == "head":
         settings["lora_target_modules"] = [*LORA_TARGET_MODULES, "lm_head"]
+    if how == "rates":
+        settings["learning_rate"] += 0.1 * int(os.environ["RANK"])
     trainer_class, config = worker_config(method, checkpoint, folder, **settings)
     own = {}
     if how == "drawn":

@@ -888,6 +888,13 @@ def test_values_that_would_fail_later_or_be_dropped_are_refused(options, complai
     assert told.status == 2 and complaint in told.err
 
 
+def test_a_launcher_that_restarts_does_not_repeat_what_removes_checkpoints(tmp_path, firedistill, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    for option in (["--overwrite"], ["--resume_from_checkpoint", "runs/x/checkpoint-5"]):
+        told = firedistill("train", "lab", "--output_dir", tmp_path / "run", *option)
+        assert told.status == 2 and "torchrun --max_restarts repeats the command after a failure" in told.err
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -983,9 +990,7 @@ def test_a_run_that_is_continued_is_not_judged_by_its_earlier_end(run, tmp_path,
     (copy / "finished.json").unlink()
     for command in ("eval", "inspect"):
         told = firedistill(command, copy, "--output_dir", copy)
-        assert (
-            told.status == 2 and f"{copy} was continued and has not ended again: finish it with --resume, or name" in told.err
-        )
+        assert told.status == 2 and f"{copy} has no finished.json: it is training, or was continued" in told.err
         assert firedistill(command, copy / "adapter", "--output_dir", copy).status == 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +171,11 @@ def test_a_resumed_run_keeps_the_decisions_of_its_checkpoint(checkpoint, tmp_pat
     assert second.rollout_engine.merge_adapter is False
     assert second.checkpoint_to_resume(None) is not None
     assert second.args.merge_adapter is True and second.rollout_engine.merge_adapter is second.eval_engine.merge_adapter is None
+    for folder in (copy := Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))).glob("checkpoint-*"):
+        shutil.rmtree(folder)
+    (copy / "finished.json").unlink()
+    third = run_trainer(checkpoint, copy, max_steps=2)
+    assert third.checkpoint_to_resume(None) is None, "before the first checkpoint, the decisions are made again"
     monkeypatch.setattr("firedistill.setup.decide_for_device", lambda *_: {})
     explicit = run_trainer(checkpoint, tmp_path / "run", max_steps=2, merge_adapter=False)
     with pytest.raises(ValueError, match="merge_adapter was True, is False"):

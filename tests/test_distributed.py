@@ -437,7 +437,12 @@ def test_ray_workers_work_in_the_directory_of_the_command(tmp_path, monkeypatch)
         example.train(ray.given | {"directory": str(tmp_path / "gone")})
 
 
-def test_processes_with_different_data_are_refused(checkpoint, tmp_path):
-    """Each process would train on problems that the fingerprint of the run does not know."""
-    with pytest.raises(AssertionError, match="the processes have different train_data: a task must return the same examples"):
-        launch("distributed_worker.py", "fire:apart", checkpoint, str(tmp_path), "2")
+@pytest.mark.parametrize(("kind", "different"), [("fire:apart", "train_data"), ("fire:rates", "learning_rate")])
+def test_processes_with_different_data_or_settings_are_refused(kind, different, checkpoint, tmp_path):
+    """Each process would train on problems that the fingerprint of the run does not know, or with steps of its own."""
+    run = tmp_path / kind
+    (run / "adapter").mkdir(parents=True)
+    (run / "metrics.jsonl").touch()  # of a run
+    with pytest.raises(AssertionError, match=f"the processes have different {different}: a task must return the same examples"):
+        launch("distributed_worker.py", kind, checkpoint, str(tmp_path), "2")
+    assert (run / "adapter").is_dir(), "nothing of an earlier run is removed before"

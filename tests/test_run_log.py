@@ -351,6 +351,11 @@ def test_the_model_card_of_a_warm_start_on_ones_own_data_names_neither_distillat
     text = model_card(config, tmp_path, "Qwen/Qwen2.5-0.5B-Instruct", 1)
     assert "trained by supervised fine-tuning on gold solutions (`supervised`) with firedistill: 1 optimizer step, peak" in text
     assert "# Qwen/Qwen2.5-0.5B-Instruct on problems.csv, supervised" in text
+    config.task = f"code:{tmp_path}/programs.jsonl"
+    assert (
+        "on code:programs.jsonl, supervised" in (of_code := model_card(config, tmp_path, "x", 1))
+        and str(tmp_path) not in of_code
+    )
     assert "distillation" not in " ".join(ModelCard(text).data.tags) and str(tmp_path) not in text
 
 

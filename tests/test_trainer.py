@@ -537,6 +537,11 @@ def column_of_every_method(name: str = "step") -> Metrics:
         ({"prepare": ([], Metrics())}, "prepare of method clumsy returned 0 entries for 4 rollouts"),
         ({"loss": None}, "loss of method clumsy returned a NoneType, expected a pair of a Tensor and Metrics"),
         ({"loss": (0.0, Metrics())}, "loss of method clumsy returned a tuple, expected a pair of a Tensor and Metrics"),
+        (
+            {"loss": (torch.zeros(()), Metrics())},
+            "loss of method clumsy returned a number without gradient: expected one number",
+        ),
+        ({"loss": (torch.ones(3), Metrics())}, "loss of method clumsy returned a tensor of shape (3,): expected one number"),
         ({"prepare": ([None] * 4, column_of_every_method())}, "method clumsy logs a metric 'step', which is a column of every"),
         (
             {"prepare": ([None] * 4, column_of_every_method("correct_rate"))},

@@ -349,6 +349,12 @@ class SelfDistillTrainer(ResumableTrainer):
             log_prob_floor=self.args.log_prob_floor,
         )
         loss, metrics = pair(self.objective.loss(batch), "loss", Tensor, self.args.method)
+        if loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if loss.numel() != 1 else "a number without gradient"
+            raise ValueError(
+                f"loss of method {self.args.method} returned {what}: expected one number that depends on the student, also where "
+                "nothing is trained, such as 0 * batch.student.hidden.sum()"
+            )
         self.teacher.forget()
         first = not record.grad_norms  # the student is still the one that was handed over
         if first and any(rollout.response.log_probs for rollout in rollouts):
@@ -616,12 +622,6 @@ class SelfDistillTrainer(ResumableTrainer):
     def begin_run(self, step: int) -> None:
         """Open the run directory and remove the rows that the run will write again."""
         self.drop_unfinished_step()
-        given = gather_object([self.identity()["given"]])
-        if different := sorted({name for other in given for name in other if other[name] != given[0][name]}):
-            raise ValueError(
-                f"the processes have different {', '.join(different)}: a task must return the same examples for the same arguments, "
-                "and every host needs the same model and data files"
-            )
         if self.is_world_process_zero():
             self.run_log = RunLog(self.args.run_dir)
             self.run_log.start(step, evaluated=not self.evaluation_due)
@@ -764,10 +764,17 @@ class SelfDistillTrainer(ResumableTrainer):
     def card(self) -> str:
         return model_card(self.args, Path(self.args.run_dir), unwrap(self.model).config._name_or_path, self.state.global_step)
 
+    @property
+    def decided(self) -> list[str]:
+        return [*self.setup.decided, *(["vllm_weights"] if "rollouts" in self.setup.decided else [])]
+
     def adopt(self, settings: Mapping[str, Any]) -> None:
         chosen = settings.get("rollouts")
         if "rollouts" in self.setup.decided and chosen in ("hf", "vllm") and chosen != self.args.rollouts:
             self.args.rollouts, self.args.vllm_weights = chosen, settings.get("vllm_weights")
+            self.setup.decided["rollouts"] = f"{chosen}: that of the checkpoint"
+            for engine in (self.rollout_engine, self.eval_engine):
+                close(engine)
             self.rollout_engine, self.eval_engine = load_engines(self.model, self.setup.tokenizer, self.args, self.limits)
         for name in ("merge_adapter", "gradient_checkpointing"):
             if name in self.setup.decided and isinstance(value := settings.get(name), bool):

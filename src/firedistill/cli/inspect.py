@@ -26,9 +26,10 @@ from firedistill.prompts import PromptEncoder, View, shown_prompt, teacher_messa
 from firedistill.recipes import option_groups, read_recipe
 from firedistill.rollouts.engine import RolloutEngine
 from firedistill.rollouts.load import in_use, load_engines
-from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, step_of
+from firedistill.run.checkpoints import all_checkpoints, newest_checkpoint, read_manifest, step_of
 from firedistill.run.console import accuracy_line
 from firedistill.run.directory import finished_step
+from firedistill.run.identity import part
 from firedistill.run.log import json_line, last_row
 from firedistill.setup import Setup, load_setup
 from firedistill.suites.plan import absolute
@@ -84,8 +85,8 @@ def config_for(recipe: str | None, settings: dict[str, Any]) -> SelfDistillConfi
             )
         if finished_step(Path(recipe)) is None:
             raise ValueError(
-                f"{recipe} was continued and has not ended again: finish it with --resume, or name a checkpoint "
-                f"({recipe}/checkpoint-N) or the adapter of the earlier end ({adapter})"
+                f"{recipe} has no finished.json: it is training, or was continued and has not ended again. Let it end (--resume), or "
+                f"name a checkpoint ({recipe}/checkpoint-N) or the adapter of an earlier end ({adapter})"
             )
         settings = {**settings, "initial_adapter": str(adapter)}
     if recipe is not None and "task" in settings:
@@ -228,11 +229,11 @@ def inspect_command(arguments: Sequence[str], console: Console) -> int:
         raise ValueError(f"--example is {first}, but the {split} split of {task.name} has {len(examples)} problems")
     teacher = setup.teacher(scoring_limit(args.tokens_per_forward))
     if weights := checkpoint or (newest_checkpoint(run) if run is not None else None):
-        named, own = options.settings.get("teacher"), read_recipe(str(run)).get("teacher") if run is not None else None
+        named, own = options.settings.get("teacher"), part(read_manifest(weights), "settings").get("teacher", "ema")
         if named in ("ema", "student", "initial") and named != own:
             raise ValueError(
-                f"--teacher is {named!r}, but {weights} holds the weights of the run's own teacher ({own or 'unknown'}): leave "
-                "--teacher out, or name an adapter or a model"
+                f"--teacher is {named!r}, but {weights} holds the weights of the run's own teacher ({own}): leave --teacher out, or "
+                "name an adapter or a model"
             )
         teacher.weights.load(weights)
     elif args.teacher_kind == "initial" and run is not None:

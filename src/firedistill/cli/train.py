@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from firedistill.objectives import objective_class, registered_objectives
 from firedistill.recipes import option_groups, read_recipe
 from firedistill.run.console import correct_rate_trend, first_and_last
 from firedistill.run.directory import RunLock, refuse_other_files, temporary_folder
-from firedistill.run.identity import refuse_another_run
+from firedistill.run.identity import meaning, refuse_another_run
 from firedistill.run.log import iterate_jsonl, read_jsonl
 from firedistill.setup import read_method_settings
 from firedistill.terminal import quiet_libraries, visible
@@ -77,12 +78,17 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     quiet_libraries()
     folder = Path(config.run_dir)
     wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
+    if meaning(wanted) not in (None, True) and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise ValueError(
+            "torchrun --max_restarts repeats the command after a failure, and --overwrite or --resume_from_checkpoint would remove the "
+            "later checkpoints again: leave one of the two out"
+        )
     main_process = config.process_index == 0
     refuse_other_files(folder)
     # From before the model is loaded, so that a second command fails at once.
     with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
         read_method_settings(config)  # a wrong setting is an error of its own, and no other run
-        if wanted is None or str(wanted).lower() == "auto":
+        if meaning(wanted) is None:
             refuse_another_run(folder, config)
         console.print(
             f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True

@@ -29,8 +29,9 @@ def model_card(config: Any, folder: Path, base: str, steps: int) -> str:
         steps: optimizer steps so far.
     """
     hub_id = base if is_hub_id(base) else None
-    is_path = Path(config.task).expanduser().is_absolute() or config.task.startswith(".") or Path(config.task).exists()
-    task = Path(config.task).name if is_path else config.task
+    kind, place = ("code:", config.task[5:]) if config.task.startswith("code:") else ("", config.task)
+    is_path = place.startswith(("/", "~", ".")) or Path(place).exists()
+    task = kind + (Path(place).name if is_path else place)
     distilled = config.method != "supervised"
     tags = ["firedistill", *(("self-distillation", "on-policy-distillation") if distilled else ()), "lora", config.method]
     training = "feedback-based on-policy self-distillation" if distilled else "supervised fine-tuning on gold solutions"

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -116,11 +116,11 @@ def refuse_other_files(folder: Path) -> None:
         )
 
 
-def remove_run(folder: Path, keep: Sequence[str] = ()) -> None:
+def remove_run(folder: Path, keep_replies: bool = False) -> None:
     """Delete what a run has written in the folder, and nothing else.
 
     Args:
-        keep: those of `RUN_FILES` that stay.
+        keep_replies: those of a judge stay, and an empty `metrics.jsonl`, which marks the folder as that of a run.
 
     Raises:
         RunDirectoryError: see `refuse_other_files`; or a checkpoint cannot be deleted.
@@ -139,8 +139,10 @@ def remove_run(folder: Path, keep: Sequence[str] = ()) -> None:
                 remove(path)
         with suppress(OSError):  # it does not exist, or holds other files
             inner.rmdir()
+    if keep_replies:
+        write_text(folder / "metrics.jsonl", "")
     for name in RUN_FILES:
-        if name not in keep:
+        if not (keep_replies and name in ("judge", "metrics.jsonl")):
             remove(folder / name)
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,12 @@ def check_allowed(present: Mapping[str, Any], config: SelfDistillConfig, allowed
             raise CheckpointError(f"--allow_changes {name}: there is no such name{hint}")
 
 
-def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
-    """Raise ValueError if the folder holds a run without a checkpoint, which would be replaced, and with other settings."""
+def refuse_another_run(run: Path, config: SelfDistillConfig, decided: Collection[str] = ()) -> None:
+    """Raise CheckpointError if the folder holds a run without a checkpoint, which would be replaced, and with other settings.
+
+    Args:
+        decided: names of settings that may differ, because they were left open.
+    """
     if all_checkpoints(run) or last_row(run / "metrics.jsonl") is None:
         return
     try:
@@ -180,11 +184,15 @@ def refuse_another_run(run: Path, config: SelfDistillConfig) -> None:
             for settings in both:
                 settings |= {"top_k": None, "repetition_penalty": None}
         changed = differences({"settings": both[0]}, {"settings": both[1]}, config)
-        what = f"with other settings and no checkpoint ({'; '.join(changed.values())})" if changed else ""
+        texts = [text for name, text in changed.items() if name not in decided]
+        what = f"with other settings and no checkpoint ({'; '.join(texts)})" if texts else ""
     else:
         what = "without a readable config.yaml and without a checkpoint"
     if what:
-        raise ValueError(f"{run} already holds a run {what}: replace it with --overwrite, or choose another --output_dir")
+        raise CheckpointError(
+            f"{run} already holds a run {what}: replace it with --overwrite, or choose another --output_dir (in Python: "
+            "resume_from_checkpoint=False, output_dir=...)"
+        )
 
 
 def meaning(wanted: str | Path | bool | None) -> str | Path | bool | None:

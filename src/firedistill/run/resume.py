@@ -7,7 +7,7 @@ import logging
 import math
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -95,6 +95,11 @@ class ResumableTrainer(Trainer):
         """What makes the run the same run; see `SelfDistillTrainer.identity`."""
         raise NotImplementedError
 
+    @property
+    def decided(self) -> Collection[str]:
+        """The names of settings that were left open and decided for this device."""
+        return ()
+
     def adopt(self, settings: Mapping[str, Any]) -> None:
         """Take over what the checkpoint's run, of these settings, has decided and this one leaves open; called on every process."""
 
@@ -134,6 +139,7 @@ class ResumableTrainer(Trainer):
                 "this trainer has trained already, so that it would not start from the initial weights: make a new one, with a model "
                 "that is loaded again, or resume from a checkpoint"
             )
+        self.refuse_disagreement()
         step = 0
         if folder is not None:
             step = checkpoints.step_of(folder)
@@ -144,9 +150,8 @@ class ResumableTrainer(Trainer):
         run = Path(self.args.run_dir)
         if self.is_world_process_zero():
             if step == 0:
-                # A run that ended before its first checkpoint has paid for the judge's replies. Rows mark the folder as a run's.
-                again = identity.meaning(wanted) is False
-                remove_run(run, keep=() if again else ("judge", "metrics.jsonl"))
+                # A run that ended before its first checkpoint has paid for the judge's replies.
+                remove_run(run, keep_replies=identity.meaning(wanted) is not False)
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
         self.begin_run(step)
@@ -166,15 +171,24 @@ class ResumableTrainer(Trainer):
                 self.ended = True
         return result
 
+    def refuse_disagreement(self) -> None:
+        """Raise ValueError on all processes, before anything is removed, if they have different settings, data or models."""
+        found = gather_object([self.identity()])
+        if different := sorted({name for other in found for name in identity.differences(found[0], other, self.args)}):
+            raise ValueError(
+                f"the processes have different {', '.join(different)}: a task must return the same examples for the same arguments, "
+                "and every host needs the same options, recipe, model and data files"
+            )
+
     def checkpoint_to_resume(self, wanted: str | Path | bool | None, allow_changes: Sequence[str] = ()) -> Path | None:
         """The checkpoint from which `train` would continue, or None for a new start; raises CheckpointError as `train` does."""
         allow_changes = [allow_changes] if isinstance(allow_changes, str) else allow_changes
         folder = identity.choose(wanted, self.args.run_dir)
+        if folder is None and identity.meaning(wanted) is None:
+            identity.refuse_another_run(Path(self.args.run_dir), self.args, self.decided)  # before any process replaces the run
         if len(set(gather_object([str(folder)]))) > 1:
             raise CheckpointError(f"the processes see different checkpoints in {self.args.run_dir}: it must be a shared folder")
         if folder is None:
-            if identity.meaning(wanted) is None:
-                identity.refuse_another_run(Path(self.args.run_dir), self.args)
             if allow_changes:
                 identity.check_allowed(self.identity(), self.args, allow_changes)
             return None
@@ -182,7 +196,7 @@ class ResumableTrainer(Trainer):
         if manifest.get("step") != step:
             raise CheckpointError(f"{folder} was renamed: it holds step {manifest.get('step')!r}")
         self.refuse_another_format(folder)
-        self.adopt(identity.part(manifest, "settings"))
+        self.adopt({name: value for name, value in identity.part(manifest, "settings").items() if name not in allow_changes})
         self._allowed_changes = identity.refuse_differences(folder, manifest, self.identity(), self.args, allow_changes)
         fixed = [text for name, text in self._allowed_changes.items() if self.sharded and name in FIXED_BY_DEEPSPEED]
         if fixed:
