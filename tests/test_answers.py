@@ -122,7 +122,7 @@ NUMBERS = {
     "magnitudes": {
         "2 million": 2_000_000, "2.5 million dollars": 2_500_000, "-3 thousand": -3000, "5 hundred": 500, "$2.5bn": 2_500_000_000,
         "5 millions": 5_000_000, "2 billions": 2_000_000_000, "5 hundreds": 5,
-        "3 Mio": 3_000_000, "2 mrd": 2_000_000_000, "5 lakh": 500_000, "2 crore": 20_000_000, "7 dozen": 7, "30 mn": 30, "5MB": 5,
+        "3 Mio": 3_000_000, "2 mrd": 2_000_000_000, "5 lakh": 500_000, "2 crores": 20_000_000, "7 dozen": 7, "30 mn": 30, "5MB": 5,
     },
 }  # fmt: skip
 NO_NUMBERS = {

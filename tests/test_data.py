@@ -9,9 +9,11 @@ import importlib.util
 import json
 import logging
 import random
+import re
 import threading
 import time
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -673,6 +675,27 @@ def test_a_question_may_be_repeated_with_what_is_the_same_answer():
         load_task(
             [{"question": "?", "answer": gold} for gold in (["Paris", "City"], ["Paris", "Metropole"])], answer="exact"
         ).check()
+
+
+def test_a_function_may_return_a_dataset_with_its_types():
+    rows = [{"question": f"q{n}", "label": n % 2} for n in range(3)]
+    classes = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    numbers = datasets.Dataset.from_dict({"question": ["a", "b"], "answer": [0.1, 2.5]}).cast_column(
+        "answer", datasets.Value("float32")
+    )
+    for data, answers in ((classes, {"q0": "no", "q1": "yes", "q2": "no"}), (numbers, {"a": "0.1", "b": "2.5"})):
+        assert {e.question: e.answer for e in both(TableTask(partial(lambda rows: rows, data)))} == answers
+
+
+def test_questions_that_differ_in_case_and_blanks_stay_together(tmp_path):
+    texts = [text for n in range(60) for text in (f"What is {n} + 3?", f"what  is\n{n} + 3?")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": text, "answer": int(re.findall(r"\d+", text)[0]) + 3}) + "\n" for text in texts)
+    )
+    found = load_task(str(path))
+    parts = [{int(re.findall(r"\d+", e.question)[0]) for e in found.examples(part)} for part in ("train", "eval")]
+    assert parts[0].isdisjoint(parts[1]) and len(parts[0] | parts[1]) == 60 and all(len(part) > 5 for part in parts)
 
 
 def test_structs_have_all_keys_and_classes_have_names(tmp_path):

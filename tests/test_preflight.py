@@ -35,6 +35,7 @@ from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.recipes import build_config
 from firedistill.setup import load_setup
 from firedistill.tasks import TableTask
+from firedistill.tasks.choice import choice_example
 from firedistill.tasks.code import CodeTask
 from firedistill.warmstart import WarmStartConfig
 from killable import killable_config
@@ -188,6 +189,19 @@ def test_invalid_data(model, tmp_path):
     assert (
         "1 uids occur more than once, for instance a" in shown and "1 training questions are also held-out questions" in shown
     )
+
+
+def test_problems_are_held_out_whatever_the_order_of_options_and_not_if_the_messages_before_differ(model, tmp_path):
+    def example(uid, question, options=(), before=""):
+        history = ({"role": "user", "content": before},) if before else ()
+        lettered = choice_example(uid, question, options, options[0]) if options else None
+        return replace(lettered or Example(uid, question, "even"), solution="ab", history=history)
+
+    train = [example("a", "Which is even?", ("2", "3")), example("b", "Another one?", before="Sums, please.")]
+    held = [example("c", "which is  even?", ("3", "2")), example("d", "Another one?", before="Products, please.")]
+    warnings = found(model, tmp_path, train=train, held_out=held)["warning"]
+    (told,) = [text for text in warnings if "held-out questions" in text]
+    assert "1 training questions are also held-out questions: a " in f"{told} "
 
 
 def test_prompts_against_the_budgets(model, tmp_path):

@@ -329,6 +329,18 @@ def test_adapters_that_are_accepted_can_be_read_back(changes, config, tmp_path):
     assert same(load_adapter(random_model(), tmp_path), model)
 
 
+def test_a_model_object_can_be_given_again_after_an_error(config, tmp_path):
+    base, tokenizer = random_model(), byte_tokenizer()
+    template, tokenizer.chat_template = tokenizer.chat_template, None
+    with pytest.raises(ValueError, match="chat template"):
+        load_setup(config(), model=base, tokenizer=tokenizer)
+    assert not any("lora" in name for name, _ in base.named_modules())
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="no training examples"):
+        load_setup(config(), model=base, tokenizer=tokenizer, train_examples=[])
+    assert load_setup(config(), model=base, tokenizer=tokenizer).model.get_nb_trainable_parameters()[0] > 0
+
+
 def test_the_type_of_an_adapter_that_is_in_use_is_not_changed_silently(config):
     settings = {"model_dtype": "bfloat16"}
     first = load_setup(config(**settings, lora_dtype="base"))

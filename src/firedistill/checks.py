@@ -40,12 +40,14 @@ from firedistill.objectives.full_context import FullContext
 from firedistill.ops.fire_head import default_chunk
 from firedistill.prompts import student_messages, teacher_messages
 from firedistill.rollouts.hf import causal_lm_for_decoding
+from firedistill.rollouts.load import engine_context
 from firedistill.rollouts.server import PATIENCE, unreachable
 from firedistill.run.checkpoints import random_state, restore_random_state
 from firedistill.setup import Setup, load_setup, reads_feedback
 from firedistill.tasks.endpoint import JudgeError
 from firedistill.tasks.guard import GuardedTask, TaskFault, explained
 from firedistill.tasks.judged import JudgedTask
+from firedistill.tasks.task import folded
 from firedistill.tasks.types import Example, Verdict
 from firedistill.teacher.prefix_cache import shares_prefixes
 from firedistill.terminal import some, visible
@@ -238,14 +240,20 @@ def check_examples(setup: Setup) -> Iterator[Finding]:
             )
         if empty := [e for e in examples if not str(e.question).strip()]:
             yield Finding("error", f"{name} data", f"{len(empty)} questions are empty: {named(empty)}", "remove these rows")
-    held_out = {e.question for e in setup.eval_examples}
-    if both := [e for e in setup.train_examples if e.question in held_out]:
+    held_out = set(map(problem_of, setup.eval_examples))
+    if both := [e for e in setup.train_examples if problem_of(e) in held_out]:
         yield Finding(
             "warning",
             "data",
             f"{len(both)} training questions are also held-out questions: {named(both)}",
             "remove them from one of the two: accuracy on them does not measure unseen problems",
         )
+
+
+def problem_of(example: Example) -> str:
+    """What two examples of the same problem share: question without options, and messages before it, without case and blanks."""
+    stem = str(example.question).partition("\n\nChoices:\n")[0] if example.options else str(example.question)
+    return "\n".join(map(folded, [stem, *map(str, example.history)]))
 
 
 def gold_responses(setup: Setup, example: Example) -> list[str]:
@@ -290,6 +298,9 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         if wrong:
             text = f"{share_of(wrong, checked, examples)} golds are judged wrong by the task's own verifier: {named(wrong)}"
             yield Finding(level_of(wrong, checked), subject, text, "correct the answers or verify, or remove these rows")
+        if apart := [example for example, (verdicts, reason, _) in checked if not reason and any(verdicts) > all(verdicts)]:
+            text = f"{share_of(apart, checked, examples)} solutions are judged wrong, though their answers are right: {named(apart)}"
+            yield Finding("warning", subject, text, "correct their last lines: a warm start trains on them")
         if noisy := [
             example for example in examples if task.answer_type == "numeric" and is_rounding_error(str(example.answer))
         ]:
@@ -418,7 +429,8 @@ def check_judge(setup: Setup) -> Iterator[Finding]:
 def check_prompts(setup: Setup) -> Iterator[Finding]:
     """Student prompts can be built and are within the budget."""
     args = setup.args
-    limit = min(args.max_prompt_tokens, args.max_context_tokens - args.max_new_tokens)
+    context = args.max_context_tokens if args.rollouts == "hf" else engine_context(setup.model, args)
+    limit = min(args.max_prompt_tokens, context - args.max_new_tokens)
 
     def tokens(example: Example) -> int | str:
         """The length of the prompt, or why there is none."""

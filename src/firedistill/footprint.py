@@ -193,9 +193,7 @@ def sampling_memory(args: SelfDistillConfig, model: PeftModel) -> tuple[float, f
         # `rollouts/fixed.py`: few sizes, and the prompts are read into keys and values of their own first.
         rows, most, columns = power_of_two(rows), power_of_two(most), -(-columns // BUCKET) * BUCKET
         first = read * width * per_token
-        if (
-            read > 1
-        ):  # prompts of different lengths: a mask of bytes, that which PyTorch's attention makes of it, and its padded copy
+        if read > 1:  # prompts of different lengths: a mask of bytes, PyTorch's of numbers, and its padded copy
             first += read * width**2 * (1 + 2 * causal_lm.dtype.itemsize)
     first += (most - rows) * columns * per_token + SCORES * 4 * most * config.vocab_size
     if args.device.type == "cuda":

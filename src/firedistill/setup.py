@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
@@ -162,38 +163,43 @@ def load_setup(
     evaluates = bool(args.eval_size) and not (isinstance(eval_examples, Sized) and len(eval_examples) == 0)
     also = also_evaluated(args) if evaluates else {}
     student, tokenizer, decided = load_student(args, model, tokenizer, train=train or teacher)
-    teacher_model, teacher_tokenizer = load_teacher(args, student, tokenizer) if teacher else (None, tokenizer)
-    for each in (student, teacher_model):
-        if each is not None and args.device.type == "cuda":
-            decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
-        if each is not None and prefers_own_attention(args, each):
-            use_own_attention(each)
-    if args.rollouts == "auto":
-        args.rollouts = choose_engine(student, args)
-        decided["rollouts"] = f"{args.rollouts}: chosen by auto"
-    if args.rollouts == "hf":
-        args.vllm_weights = None  # of an engine that `auto` has not chosen
-    decided |= decide_for_device(args, student, teacher_model)
-    lockstep(student)  # all processes create it here
-    limit_waiting(student, args.ddp_timeout)
+    with ExitStack() as on_failure:
+        if isinstance(model, PreTrainedModel):
+            on_failure.callback(student.unload)  # the caller corrects the error and gives the same object again
+        teacher_model, teacher_tokenizer = load_teacher(args, student, tokenizer) if teacher else (None, tokenizer)
+        for each in (student, teacher_model):
+            if each is not None and args.device.type == "cuda":
+                decided["norms"] = f"{fuse_norms(each)} fused, the default for cuda"
+            if each is not None and prefers_own_attention(args, each):
+                use_own_attention(each)
+        if args.rollouts == "auto":
+            args.rollouts = choose_engine(student, args)
+            decided["rollouts"] = f"{args.rollouts}: chosen by auto"
+        if args.rollouts == "hf":
+            args.vllm_weights = None  # of an engine that `auto` has not chosen
+        decided |= decide_for_device(args, student, teacher_model)
+        lockstep(student)  # all processes create it here
+        limit_waiting(student, args.ddp_timeout)
 
-    train_examples, eval_examples = examples_of(args, task, train_examples, eval_examples, train)
-    if not train and args.device.type == "cuda" and args.quantization is None and not is_sharded(unwrap(student)):
-        with explained_memory(f"the model does not fit; {LOADING}"):
-            student.to(args.device)  # `Trainer` does it where something is trained
-    return Setup(
-        args=args,
-        task=task,
-        model=student,
-        tokenizer=tokenizer,
-        encoder=PromptEncoder(tokenizer),
-        train_examples=train_examples,
-        eval_examples=eval_examples,
-        also=also if eval_examples else {},
-        decided=decided,
-        teacher_model=teacher_model,
-        teacher_encoder=PromptEncoder(teacher_tokenizer),
-    )
+        train_examples, eval_examples = examples_of(args, task, train_examples, eval_examples, train)
+        if not train and args.device.type == "cuda" and args.quantization is None and not is_sharded(unwrap(student)):
+            with explained_memory(f"the model does not fit; {LOADING}"):
+                student.to(args.device)  # `Trainer` does it where something is trained
+        encoder, teacher_encoder = PromptEncoder(tokenizer), PromptEncoder(teacher_tokenizer)
+        on_failure.pop_all()
+        return Setup(
+            args=args,
+            task=task,
+            model=student,
+            tokenizer=tokenizer,
+            encoder=encoder,
+            train_examples=train_examples,
+            eval_examples=eval_examples,
+            also=also if eval_examples else {},
+            decided=decided,
+            teacher_model=teacher_model,
+            teacher_encoder=teacher_encoder,
+        )
 
 
 def examples_of(

@@ -150,7 +150,7 @@ def _as_task(task: Any, name: str) -> Task:
     """The task that a name of somebody else's stands for: an instance, or a class that is called without arguments."""
     _refuse_bare_decorator(task, name)
     if callable(task) and not isinstance(task, Task):
-        with explained(f"{name}()"):
+        with explained(f"{name}()", pass_on=(DataError, OSError, ImportError)):
             task = task()
     methods = ("examples", "prompt", "verify", "feedback")
     if not (hasattr(task, "format_instruction") and all(callable(getattr(task, method, None)) for method in methods)):

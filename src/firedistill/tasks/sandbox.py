@@ -70,7 +70,7 @@ class Limits:
         total_seconds: wall-clock time after which no further test of a program starts.
         memory_bytes: address space of each process.
         processes: processes and threads.
-        file_bytes: the size of a file; at the level "namespaces" of all files together.
+        file_bytes: the size of a file; at the level "namespaces" of all files of a test together.
         files: open files.
         output_bytes: how much of stdout and stderr is kept.
         result_bytes: the largest result of a test, as JSON.
@@ -247,9 +247,9 @@ def _run(program: str, setup: str, tests: Sequence[Snippet], limits: Limits, lev
         }
         reports = _ask(json.dumps(job).encode(), scratch, limits.total_seconds + limits.seconds + MARGIN)
     results = [_parsed(report["result"]) for report in reports]
-    error = results[0].get("error")
-    if isinstance(error, dict) and not reports[0]["isolated"]:  # the program has not run
-        raise SandboxError(f"{error.get('text') or error.get('type')}")
+    for report, result in zip(reports, results, strict=True):
+        if isinstance(error := result.get("error"), dict) and not report["isolated"]:  # the program has not run
+            raise SandboxError(f"{error.get('text') or error.get('type')}")
     load, *ran = map(_outcome, reports, results)
     if load.status == "returned" and len(ran) < len(tests) and (not ran or ran[-1].status != "time"):
         raise SandboxError(

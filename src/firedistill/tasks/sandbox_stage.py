@@ -39,7 +39,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag of `clone`
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 8192, 16384, 1 << 18
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_OPTIONS = {"ro": 1, "nosuid": 2, "nodev": 4, "noexec": 8}
 # One user per sandbox: of a range that no distribution assigns, else, in containers with 65,536 users, of the one for dynamic users.
@@ -375,7 +375,7 @@ def fresh_tmp(covers: list[str], bytes_of_files: int) -> None:
     for cover in covers:
         os.mkdir(inner := NEW_TMP + cover.removeprefix("/tmp"))
         mount(cover, inner, None, MS_BIND | MS_REC)
-    mount(NEW_TMP, "/tmp", None, MS_MOVE)
+    mount(NEW_TMP, "/tmp", None, MS_BIND | MS_REC)
     os.chdir("/tmp")
 
 

@@ -39,7 +39,7 @@ from firedistill.tasks.reading import (
     with_class_names,
 )
 from firedistill.tasks.sources import DataError, Rows, kind_of
-from firedistill.tasks.task import Task, digest
+from firedistill.tasks.task import Task, digest, folded
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 from firedistill.terminal import nearest, process_rank, shortened
 
@@ -324,8 +324,9 @@ class TableTask(Task):
     def _call_rows(self, function: Callable[..., Any], *arguments: str) -> Rows:
         from firedistill.tasks.guard import explained
 
-        with explained(f"{self.name}({', '.join(map(repr, arguments))})"):
-            return rows_of(list(function(*arguments)), self.name)
+        with explained(f"{self.name}({', '.join(map(repr, arguments))})", pass_on=(DataError, OSError, ImportError)):
+            rows = function(*arguments)
+            return rows_of(rows if hasattr(rows, "column_names") else list(rows), self.name)  # a Dataset knows its types
 
     def _open(self, split: str) -> Rows:
         if split not in self._scans:
@@ -538,7 +539,7 @@ class TableTask(Task):
 
     def _scan(self, scan: Scan) -> None:
         rows, first, shown_at = scan.rows, dict[bytes, tuple[int, int]](), time.monotonic()
-        stems: list[bytes] = []  # of questions with options, a hash of the question without them
+        stems: list[bytes] = []  # a hash of the question without options, case and repeated blanks, of which one part gets all
         numbers = rows.numbers or range(1, len(rows) + 1)
 
         def problem(place: int, error: BadRow) -> None:
@@ -579,13 +580,11 @@ class TableTask(Task):
                 continue
             scan.usable.append(index)
             scan.ranks.append(rank)
-            if "options" in self.roles:
-                stems.append(digest("\n".join([self._question(row)[0], *turns])))
-        if stems:  # a question with its options in another order is the same one
-            lowest: dict[bytes, bytes] = {}
-            for stem, rank in zip(stems, scan.ranks, strict=True):
-                lowest[stem] = min(rank, lowest.get(stem, rank))
-            scan.ranks = [lowest[stem] for stem in stems]
+            stems.append(digest("\n".join(map(folded, [self._question(row)[0], *turns]))))
+        lowest: dict[bytes, bytes] = {}
+        for stem, rank in zip(stems, scan.ranks, strict=True):
+            lowest[stem] = min(rank, lowest.get(stem, rank))
+        scan.ranks = [lowest[stem] for stem in stems]
 
     def examples(self, split: str, n: int | None = None, seed: int = 0, data_dir: str | None = None) -> list[Example]:
         """See `Task.examples`; every row of the split is checked first."""

@@ -186,6 +186,11 @@ class Task:
         return set(distinct[round(TRAIN_SHARE * len(distinct)) :])
 
 
+def folded(text: str) -> str:
+    """A text without differences of case and blanks."""
+    return " ".join(text.casefold().split())
+
+
 def digest(text: str) -> bytes:
     """A hash that replaces a random number: equal on every machine, Python and library version."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -180,6 +180,7 @@ _HEADING_WORDS = frozenset(["step", "part", "case", "section", "question", "prob
 _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MAGNITUDES |= {"millions": 10**6, "billions": 10**9, "trillions": 10**12}  # 5 hundreds may be the place of a digit
 _MAGNITUDES |= {"bn": 10**9, "mio": 10**6, "mrd": 10**9, "lakh": 10**5, "crore": 10**7}
+_MAGNITUDES |= {"lakhs": 10**5, "crores": 10**7}
 _MINUS = frozenset(["-", "minus", "negative"])
 _GLUED_VARIABLES = frozenset("xyznkieXYZNKE")  # 2x and 5k are not 2 and 5
 _SQUARED_UNIT = re.compile(r"(?:mm|cm|dm|km|m|in|ft|yd|mi)\^?[23]")
