@@ -638,6 +638,11 @@ def test_gym_hands_no_text_to_sympy(gym, tmp_path):
         f"f\"open{{40:c}}{str(proof)!r}, 'w')\"",
     ):
         assert not task.verify(example, f"#### {text}").correct
+    letters = [
+        f"chr {ord(letter) - 1}.9[9]" for letter in f"open({str(proof)!r}, 'w')"
+    ]  # sympy reads 111.9[9] as (111 + 9/10 + 9/90)
+    for text in ("+".join(letters), f"sin({'+'.join(letters)})"):
+        assert not task.verify(example, f"#### {text}").correct
     assert not proof.exists() and task.verify(example, f"#### 0 + {example.answer}").correct
     task._isolated_scorer.close()
 
@@ -647,13 +652,35 @@ def test_numbers_that_are_not_used_do_not_count(gym):
     example = task.examples("eval", n=1)[0]
     target, numbers = example.metadata["metadata"]["target"], example.metadata["metadata"]["numbers"]
     remark = f"{'+'.join(['True'] * target)} # {' '.join(map(str, numbers))}"
-    for cheat in (remark, f"{target:#x} + 0x0*({'+'.join(map(str, numbers))})"):
+    all_of_them = f"({'+'.join(map(str, numbers))})"
+    symbols = f"{'+'.join(['x/x'] * target)} + (x-x)*{all_of_them}"
+    for cheat in (remark, symbols, f"{target:#x} + 0x0*{all_of_them}"):
         assert not task.verify(example, f"#### {cheat}").correct
     assert task.verify(example, f"#### 0 + {example.metadata['metadata']['expression']}").correct is False, (
         "0 is not one of them"
     )
     assert task._mark(f"({example.metadata['metadata']['expression']})", example) == 1.0
     task._isolated_scorer.close()
+
+
+def test_the_numbers_of_a_puzzle_are_those_that_are_given(gym):
+    task = gym("gym:puzzle24")
+    found = [
+        (task._mark("6*4*1*1", example), sorted(example.metadata["metadata"]["numbers"]))
+        for example in task.examples("eval", n=3)
+    ]
+    assert [mark for mark, _ in found] == [float(numbers == [1, 1, 4, 6]) for _, numbers in found]
+    task._isolated_scorer.close()
+
+
+@pytest.mark.parametrize("dataset", ["complex_arithmetic", "number_sorting"])
+def test_what_is_not_a_number_is_not_right(dataset, gym):
+    task = gym(f"gym:{dataset}")
+    example = task.examples("eval", n=1)[0]
+    count = example.answer.count(",") + 1
+    for text in ("nan", f"[{', '.join(['NaN'] * count)}]"):
+        assert not task.verify(example, f"#### {text}").correct
+    assert task.verify(example, f"#### {example.answer}").correct
 
 
 def test_formulas_of_logic_are_read(gym):

@@ -6,10 +6,9 @@ import ast
 import difflib
 import hashlib
 import inspect
-import keyword
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
@@ -36,15 +35,17 @@ def score(answer, entry):
 _PLAIN_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]{1,17})?")
 # Some scorers pass the answer to `eval` or to sympy's parser, which calls `eval`.
 _EVALUATES = re.compile(r"\beval\(|\bparse_expr\(|\bsympify\(")
-_HARMLESS_CALLS = frozenset(
-    ["sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan", "sinh", "cosh", "tanh", "exp", "log", "sqrt", "Abs"]
+_FUNCTIONS = frozenset(
+    re.findall(r"\w+", "sin cos tan sec csc cot asin acos atan acot sinh cosh tanh asinh acosh atanh exp log ln sqrt abs Abs")
 )
+_NAMES = _FUNCTIONS | {"pi"}  # beside single letters
 _OPERATORS = frozenset("+-*/%,([{=<>:|&^~∧∨→↔¬")
-_COUNTED = frozenset(["countdown", "puzzle24"])  # whose scorers count the decimal numbers in an answer
-_OTHER_NUMBERS = re.compile(r"\d[^\W\d]")  # 0x2a, 1e3, 1_0
 _HARMFUL = re.compile(r"__|:=|[\\#;@\r]")  # a comment or a line break may stand between a name and its parenthesis
 _QUOTE = re.compile("['\"]")
-_TOKEN = re.compile(r"[^\W\d]\w*|\d+|\S")
+_TOKEN = re.compile(r"0[xX][0-9a-fA-F]+|[^\W\d]\w*|\d+|\S")
+_COUNTED = frozenset(["countdown", "puzzle24"])  # whose scorers do not compare all that is used with the given numbers
+_WITHOUT_END = frozenset(["coin_flip", "rubiks_cube"])  # whose scorers can take all memory
+_NOT_FINITE = re.compile(r"\b(nan|inf|infinity)\b", re.IGNORECASE)  # compares as equal in some scorers
 
 
 class GymTask(Task):
@@ -154,11 +155,16 @@ class GymTask(Task):
         """The scorer's mark; 0.0 if it fails, or if the answer is unsafe to evaluate."""
         if len(answer) > MAX_ANSWER_CHARACTERS:
             return 0.0
+        if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(example.answer):
+            return 0.0
         entry = dict(example.metadata)
         if self._evaluates_by:
-            fits = _harmless(answer, may_quote=self._evaluates_by == {"eval("})
-            fits = fits and not (self.dataset in _COUNTED and _OTHER_NUMBERS.search(answer))
-            return self._isolated_scorer.score(answer, entry) if fits else 0.0
+            if not _harmless(answer, may_quote=self._evaluates_by == {"eval("}):
+                return 0.0
+            if self.dataset in _COUNTED and not _uses(answer, entry["metadata"]["numbers"]):
+                return 0.0
+        if self._evaluates_by or self.dataset in _WITHOUT_END:
+            return self._isolated_scorer.score(answer, entry)
         try:
             if self._scorer is None:
                 self._scorer = self._create(size=1, seed=0)
@@ -181,25 +187,32 @@ def _offset(name: str, seed: int) -> int:
 
 
 def _harmless(answer: str, may_quote: bool) -> bool:
-    """Whether a text is safe to evaluate: it names no attribute, binds no name, and calls only elementary functions.
+    """Whether a text is safe to evaluate: it has no names but single letters and elementary functions, calls these only, and has no
+    attributes.
 
     Args:
-        may_quote: whether it may be a literal with texts. Sympy evaluates texts.
+        may_quote: whether it may be a literal with texts or brackets. Sympy evaluates texts, and makes parentheses of `0.[3]`.
     """
-    if _HARMFUL.search(answer):
+    if _HARMFUL.search(answer) or (not may_quote and "[" in answer):
         return False
     if _QUOTE.search(answer):
         return may_quote and _is_literal(answer)
     previous = "("
     for token in _TOKEN.findall(answer):
-        if keyword.iskeyword(token):
+        if re.match(r"[^\W\d]", token) and not (token in _NAMES or (len(token) == 1 and token.isascii())):
             return False
-        if token == "(" and not (previous in _OPERATORS or previous in _HARMLESS_CALLS or previous.isdecimal()):
+        if token == "(" and not (previous in _OPERATORS or previous in _FUNCTIONS or previous.isdecimal()):
             return False
         if previous == "." and not token.isdecimal():
             return False
         previous = token
     return True
+
+
+def _uses(answer: str, numbers: Sequence[int]) -> bool:
+    """Whether a text is plain arithmetic with just these numbers."""
+    plain = re.fullmatch(r"[0-9\s()+*/-]+", answer) and "**" not in answer and "//" not in answer
+    return bool(plain) and sorted(map(int, re.findall("[0-9]+", answer))) == sorted(numbers)
 
 
 def _is_literal(answer: str) -> bool:
