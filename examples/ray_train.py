@@ -19,6 +19,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 from firedistill.cli.arguments import parse_settings
 from firedistill.recipes import build_config
+from firedistill.run.identity import meaning
 
 
 def train(settings: dict) -> None:
@@ -49,9 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     overrides = parse_settings(rest)
     config = build_config(SelfDistillConfig, options.recipe, overrides)  # so that wrong options fail here
-    if options.restarts and "resume_from_checkpoint" in overrides:
+    if options.restarts and meaning(config.resume_from_checkpoint) not in (None, True):
         parser.error(
-            "--restarts repeats --resume_from_checkpoint, which would remove the later checkpoints: leave one of the two out"
+            "--restarts repeats resume_from_checkpoint, which would remove the later checkpoints: leave one of the two out"
         )
     folder = Path(config.run_dir).absolute()
     ray.init(ignore_reinit_error=True)

@@ -687,6 +687,11 @@ def test_a_function_may_return_a_dataset_with_its_types():
         assert {e.question: e.answer for e in both(TableTask(partial(lambda rows: rows, data)))} == answers
 
 
+def test_a_function_may_return_a_streaming_dataset():
+    data = datasets.Dataset.from_list(ROWS)
+    assert contents(both(TableTask(partial(lambda rows: rows, data.to_iterable_dataset())))) == contents(both(load_task(ROWS)))
+
+
 def test_questions_that_differ_in_case_and_blanks_stay_together(tmp_path):
     texts = [text for n in range(60) for text in (f"What is {n} + 3?", f"what  is\n{n} + 3?")]
     path = tmp_path / "rows.jsonl"

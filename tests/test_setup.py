@@ -12,7 +12,7 @@ import yaml
 from peft import IA3Config, LoraConfig, PeftModel, TaskType, get_peft_model, inject_adapter_in_model
 from transformers import GenerationConfig
 
-from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, setup, task
+from firedistill import Example, SelfDistillConfig, SelfDistillTrainer, load_task, setup, task
 from firedistill.evaluation import answer_examples
 from firedistill.memory import OutOfMemory
 from firedistill.models.errors import explain_errors
@@ -415,6 +415,10 @@ def test_problems_may_be_rows_of_a_dataset(config):
     row = {"question": "1 + 1?", "answer": 2}
     (judged,) = given_examples([row], task([row], name="own")(lambda row, response: True), "eval_dataset")
     assert (judged.answer, judged.metadata["row"]) == ("2", row), "what a verifier in Python reads"
+    (judged,) = given_examples([row | {"uid": "mine"}], task([row], name="own")(lambda row, response: True), "eval_dataset")
+    assert (judged.uid, judged.metadata["row"]["answer"]) == ("mine", 2)
+    with pytest.raises(ValueError, match="eval_dataset/0: .*answer"):
+        given_examples([{"question": "2 + 2?", "answer": ""}], load_task([row], answer="numeric"), "eval_dataset")
     with pytest.raises(ValueError, match="train_examples/0 has the columns prompt, which example of toy does not read"):
         load_setup(config(), task=ToyTask(), train_examples=[{"prompt": "x"}])
 

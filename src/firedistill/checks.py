@@ -298,7 +298,9 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         if wrong:
             text = f"{share_of(wrong, checked, examples)} golds are judged wrong by the task's own verifier: {named(wrong)}"
             yield Finding(level_of(wrong, checked), subject, text, "correct the answers or verify, or remove these rows")
-        if apart := [example for example, (verdicts, reason, _) in checked if not reason and any(verdicts) > all(verdicts)]:
+        if apart := [
+            e for e, (verdicts, reason, _) in checked if not reason and e.solution and any(verdicts) and not verdicts[0]
+        ]:
             text = f"{share_of(apart, checked, examples)} solutions are judged wrong, though their answers are right: {named(apart)}"
             yield Finding("warning", subject, text, "correct their last lines: a warm start trains on them")
         if noisy := [
@@ -306,7 +308,7 @@ def check_golds(setup: Setup) -> Iterator[Finding]:
         ]:
             text = f"{len(noisy)} of {len(examples)} look like rounding errors: {named(noisy)} ({noisy[0].answer})"
             yield Finding("warning", subject, text, "round the column: no other number is right")
-        if right and not failed and not wrong:
+        if right and not failed and not wrong and not apart:
             yield Finding("note", subject, f"{share_of(right, checked, examples)} are judged right by the task's verifier")
         if not (right or failed or wrong):
             yield Finding("note", subject, "not checked: the examples have no solution, and the answers no final line")

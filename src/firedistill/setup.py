@@ -38,7 +38,7 @@ from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import read_examples
 from firedistill.tasks.judge import load_judge
 from firedistill.tasks.judged import guarded_task
-from firedistill.tasks.reading import rows_of, with_class_names
+from firedistill.tasks.reading import BadRow, rows_of, with_class_names
 from firedistill.teacher import Teacher
 from firedistill.teacher.ema import FixedWeights
 from firedistill.teacher.own_model import adapter_teacher, model_teacher, vocabulary_size
@@ -382,22 +382,27 @@ def named_task(task: Any, args: SelfDistillConfig, judged: bool) -> Task:
 def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]:
     """Examples that the caller gives, as examples or as rows.
 
-    The task reads a row. Where it cannot, or the row has a field of `Example` that is no column of data, the row holds the fields.
+    The task reads a row. Where it cannot, or the row has a field of `Example` that is no column of data, the row holds the fields. A
+    `TableTask` reads every row that has its question, but for an `Example` as a mapping.
 
     Raises:
         ValueError: a row is neither; the message names it and its columns.
     """
     names = {declared.name for declared in fields(Example)}
-    if isinstance(getattr(task, "task", task), TableTask) and hasattr(rows, "column_names") and isinstance(rows, Sized):
+    table = own if isinstance(own := getattr(task, "task", task), TableTask) else None
+    if table is not None and hasattr(rows, "column_names") and isinstance(rows, Sized):
         rows = with_class_names(rows_of(rows, where)).records
     found = []
     for number, row in enumerate(rows):
         uid = f"{where}/{number}"
         if isinstance(row, Mapping):
             has_fields = {"question", "answer"} <= row.keys() <= names
+            as_fields = has_fields and NOT_COLUMNS & row.keys() and (table is None or isinstance(row.get("metadata"), Mapping))
             try:
-                row = example_of(row, uid) if has_fields and NOT_COLUMNS & row.keys() else task.example(row, uid)
+                row = example_of(row, uid) if as_fields else task.example(row, row["uid"] if is_name(row.get("uid")) else uid)
             except Exception as error:  # a task of others may raise any
+                if table is not None and isinstance(error, BadRow) and table.has_question(row):
+                    raise ValueError(f"{uid}: {error}") from error
                 if not has_fields:
                     raise ValueError(
                         f"{uid} has the columns {', '.join(map(str, row))}, which example of {task.name} does not read ({error}): "
@@ -406,6 +411,10 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
                 row = example_of(row, uid)
         found.append(row)
     return read_examples(found, where)
+
+
+def is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
 def example_of(row: Mapping[str, Any], uid: str) -> Example:

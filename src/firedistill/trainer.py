@@ -771,7 +771,7 @@ class SelfDistillTrainer(ResumableTrainer):
     def adopt(self, settings: Mapping[str, Any]) -> None:
         chosen = settings.get("rollouts")
         if "rollouts" in self.setup.decided and chosen in ("hf", "vllm") and chosen != self.args.rollouts:
-            self.args.rollouts, self.args.vllm_weights = chosen, settings.get("vllm_weights")
+            self.args.rollouts, self.args.vllm_weights = chosen, settings.get("vllm_weights", self.args.vllm_weights)
             self.setup.decided["rollouts"] = f"{chosen}: that of the checkpoint"
             for engine in (self.rollout_engine, self.eval_engine):
                 close(engine)

@@ -78,7 +78,7 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     quiet_libraries()
     folder = Path(config.run_dir)
     wanted = True if options.resume else False if options.overwrite else config.resume_from_checkpoint
-    if meaning(wanted) not in (None, True) and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    if meaning(wanted) not in (None, True) and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0"):
         raise ValueError(
             "torchrun --max_restarts repeats the command after a failure, and --overwrite or --resume_from_checkpoint would remove the "
             "later checkpoints again: leave one of the two out"
@@ -89,7 +89,8 @@ def _train(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], co
     with (temporary_folder if options.preflight == "only" else RunLock)(folder) if main_process else nullcontext():
         read_method_settings(config)  # a wrong setting is an error of its own, and no other run
         if meaning(wanted) is None:
-            refuse_another_run(folder, config)
+            # Where `auto` has chosen another engine than vLLM, the run has no `vllm_weights`.
+            refuse_another_run(folder, config, ["vllm_weights"] if config.rollouts == "auto" else ())
         console.print(
             f"{config.method} on {config.task} with {config.model}, seed {config.seed}; run directory {folder}", soft_wrap=True
         )

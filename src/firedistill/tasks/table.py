@@ -14,7 +14,7 @@ import logging
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -326,7 +326,8 @@ class TableTask(Task):
 
         with explained(f"{self.name}({', '.join(map(repr, arguments))})", pass_on=(DataError, OSError, ImportError)):
             rows = function(*arguments)
-            return rows_of(rows if hasattr(rows, "column_names") else list(rows), self.name)  # a Dataset knows its types
+            is_dataset = hasattr(rows, "column_names") and isinstance(rows, Sized) and not isinstance(rows, Mapping)
+            return rows_of(rows if is_dataset else list(rows), self.name)  # a Dataset knows its types
 
     def _open(self, split: str) -> Rows:
         if split not in self._scans:
@@ -673,6 +674,11 @@ class TableTask(Task):
         if isinstance(spec, Template):
             return spec.fill(row)
         return None if spec is None else cell(row, spec)
+
+    def has_question(self, row: Mapping[str, Any]) -> bool:
+        """Whether the column, or the columns, of the question are filled in."""
+        self.prepare()
+        return self._has(row, "question")
 
     def _has(self, row: Mapping[str, Any], role: str) -> bool:
         """Whether a column of a role is filled in."""
