@@ -688,8 +688,11 @@ def test_a_function_may_return_a_dataset_with_its_types():
 
 
 def test_a_function_may_return_a_streaming_dataset():
-    data = datasets.Dataset.from_list(ROWS)
-    assert contents(both(TableTask(partial(lambda rows: rows, data.to_iterable_dataset())))) == contents(both(load_task(ROWS)))
+    classes = [{"question": f"q{n}", "label": n % 2} for n in range(3)]
+    typed = datasets.Dataset.from_list(classes).cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    for data in (datasets.Dataset.from_list(ROWS), typed):
+        streamed = TableTask(partial(lambda rows: rows, data.to_iterable_dataset()))
+        assert contents(both(streamed)) == contents(both(load_task(data)))
 
 
 def test_questions_that_differ_in_case_and_blanks_stay_together(tmp_path):

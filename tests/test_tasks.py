@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -663,14 +664,31 @@ def test_numbers_that_are_not_used_do_not_count(gym):
     task._isolated_scorer.close()
 
 
-def test_the_numbers_of_a_puzzle_are_those_that_are_given(gym):
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("4*(6 + 10 - 9) - 4", False),  # five numbers
+        ("(9 - 4)*6 - 10 + 4", False),
+        ("(10 - 4)*(9 - 6) + 6", False),
+        ("4*6 + 9 - 10", False),
+        ("4*6 + 9/10", False),  # 24.9
+        ("6*4*1*1", False),
+        ("(10 - 6)*(9 - 4) + 4", False),
+        ("6*(10 - 9)*4", True),
+        ("-(9 - 10)*6*4", True),
+        ("6*(10 - 9)* *4", False),
+        ("6*4*(10 - 9) + 0", False),
+        ("1" * 5000, False),
+        ("6*(10 - 9)*4)", False),
+        ("6*4/(10 - 9 - 1)", False),
+    ],
+)
+def test_a_puzzle_is_solved_with_the_given_numbers_and_exactly(answer, right, gym):
     task = gym("gym:puzzle24")
-    found = [
-        (task._mark("6*4*1*1", example), sorted(example.metadata["metadata"]["numbers"]))
-        for example in task.examples("eval", n=3)
-    ]
-    assert [mark for mark, _ in found] == [float(numbers == [1, 1, 4, 6]) for _, numbers in found]
-    task._isolated_scorer.close()
+    example = replace(task.examples("eval", n=1)[0], metadata={"metadata": {"numbers": [4, 6, 9, 10]}})
+    assert task.verify(example, f"#### {answer}").correct is right
+    assert gym_module._solves(answer, {"numbers": [4, 6, 9, 10]}) is right
+    assert not gym_module._solves("5*100+2/(90*95)", {"numbers": [2, 5, 90, 95, 100], "target": 500})
 
 
 @pytest.mark.parametrize("dataset", ["complex_arithmetic", "number_sorting"])
@@ -678,7 +696,7 @@ def test_what_is_not_a_number_is_not_right(dataset, gym):
     task = gym(f"gym:{dataset}")
     example = task.examples("eval", n=1)[0]
     count = example.answer.count(",") + 1
-    for text in ("nan", f"[{', '.join(['NaN'] * count)}]"):
+    for text in ("nan", "nani", "n an", f"[{', '.join(['NaN'] * count)}]", str(["nan"] * count)):
         assert not task.verify(example, f"#### {text}").correct
     assert task.verify(example, f"#### {example.answer}").correct
 

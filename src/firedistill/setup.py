@@ -36,6 +36,7 @@ from firedistill.rollouts.merging import fusable_layers, merged_bytes
 from firedistill.run.trackers import check_trackers
 from firedistill.tasks import OBJECT, Example, TableTask, Task, load_task
 from firedistill.tasks.guard import read_examples
+from firedistill.tasks.gym import GymTask
 from firedistill.tasks.judge import load_judge
 from firedistill.tasks.judged import guarded_task
 from firedistill.tasks.reading import BadRow, rows_of, with_class_names
@@ -383,13 +384,14 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
     """Examples that the caller gives, as examples or as rows.
 
     The task reads a row. Where it cannot, or the row has a field of `Example` that is no column of data, the row holds the fields. A
-    `TableTask` reads every row that has its question, but for an `Example` as a mapping.
+    `TableTask` or `GymTask` reads every row but those with a uid and metadata, or with lists of messages, labels or fields.
 
     Raises:
         ValueError: a row is neither; the message names it and its columns.
     """
     names = {declared.name for declared in fields(Example)}
-    table = own if isinstance(own := getattr(task, "task", task), TableTask) else None
+    own = getattr(task, "task", task)
+    table = own if isinstance(own, TableTask) else None
     if table is not None and hasattr(rows, "column_names") and isinstance(rows, Sized):
         rows = with_class_names(rows_of(rows, where)).records
     found = []
@@ -397,7 +399,10 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
         uid = f"{where}/{number}"
         if isinstance(row, Mapping):
             has_fields = {"question", "answer"} <= row.keys() <= names
-            as_fields = has_fields and NOT_COLUMNS & row.keys() and (table is None or isinstance(row.get("metadata"), Mapping))
+            as_fields = has_fields and bool(NOT_COLUMNS & row.keys())
+            if as_fields and isinstance(own, TableTask | GymTask):  # whose rows may have such columns
+                lists = any(isinstance(row.get(name), list | tuple) for name in ("history", "labels", "feedback"))
+                as_fields = lists or ("uid" in row and isinstance(row.get("metadata"), Mapping))
             try:
                 row = example_of(row, uid) if as_fields else task.example(row, row["uid"] if is_name(row.get("uid")) else uid)
             except Exception as error:  # a task of others may raise any

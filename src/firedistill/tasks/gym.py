@@ -6,9 +6,11 @@ import ast
 import difflib
 import hashlib
 import inspect
+import operator
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
@@ -40,10 +42,12 @@ _FUNCTIONS = frozenset(
 )
 _NAMES = _FUNCTIONS | {"pi"}  # beside single letters
 _OPERATORS = frozenset("+-*/%,([{=<>:|&^~∧∨→↔¬")
-_HARMFUL = re.compile(r"__|:=|[\\#;@\r]")  # a comment or a line break may stand between a name and its parenthesis
+_HARMFUL = re.compile(r"__|:\s*=|[\\#;@\r]")  # a comment or a line break may stand between a name and its parenthesis
 _QUOTE = re.compile("['\"]")
 _TOKEN = re.compile(r"0[xX][0-9a-fA-F]+|[^\W\d]\w*|\d+|\S")
-_COUNTED = frozenset(["countdown", "puzzle24"])  # whose scorers do not compare all that is used with the given numbers
+_PUZZLES = frozenset(["countdown", "puzzle24"])  # whose scorers accept other numbers and values nearby
+_ARITHMETIC = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_COMPLEX = re.compile(r"[\s0-9().+\-eEijIJ]*")  # the scorer of complex numbers also reads nani
 _WITHOUT_END = frozenset(["coin_flip", "rubiks_cube"])  # whose scorers can take all memory
 _NOT_FINITE = re.compile(r"\b(nan|inf|infinity)\b", re.IGNORECASE)  # compares as equal in some scorers
 
@@ -157,15 +161,16 @@ class GymTask(Task):
             return 0.0
         if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(example.answer):
             return 0.0
+        if self.dataset == "complex_arithmetic" and not _COMPLEX.fullmatch(answer):
+            return 0.0
+        if self._evaluates_by and not _harmless(answer, may_quote=self._evaluates_by == {"eval("}):
+            return 0.0
         entry = dict(example.metadata)
-        if self._evaluates_by:
-            if not _harmless(answer, may_quote=self._evaluates_by == {"eval("}):
-                return 0.0
-            if self.dataset in _COUNTED and not _uses(answer, entry["metadata"]["numbers"]):
-                return 0.0
-        if self._evaluates_by or self.dataset in _WITHOUT_END:
-            return self._isolated_scorer.score(answer, entry)
         try:
+            if self.dataset in _PUZZLES:
+                return float(_solves(answer, entry["metadata"]))
+            if self._evaluates_by or self.dataset in _WITHOUT_END:
+                return self._isolated_scorer.score(answer, entry)
             if self._scorer is None:
                 self._scorer = self._create(size=1, seed=0)
             return float(self._scorer.score_answer(answer, entry))
@@ -209,10 +214,26 @@ def _harmless(answer: str, may_quote: bool) -> bool:
     return True
 
 
-def _uses(answer: str, numbers: Sequence[int]) -> bool:
-    """Whether a text is plain arithmetic with just these numbers."""
-    plain = re.fullmatch(r"[0-9\s()+*/-]+", answer) and "**" not in answer and "//" not in answer
-    return bool(plain) and sorted(map(int, re.findall("[0-9]+", answer))) == sorted(numbers)
+def _solves(answer: str, puzzle: Mapping[str, Any]) -> bool:
+    """Whether a text is plain arithmetic that uses each of the given numbers once and equals the wanted one, 24 by default."""
+    found = re.findall("[0-9]+", answer)
+    if not re.fullmatch(r"[0-9\s()+*/-]+", answer) or sorted(found) != sorted(map(str, puzzle["numbers"])):
+        return False
+    try:
+        return _value(ast.parse(answer.strip(), mode="eval").body) == puzzle.get("target", 24)
+    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
+        return False
+
+
+def _value(node: ast.expr) -> Fraction:
+    """The value of an expression of whole numbers; raises ValueError for anything else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        return _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
+        return _ARITHMETIC[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("not plain arithmetic")
 
 
 def _is_literal(answer: str) -> bool:

@@ -326,8 +326,11 @@ class TableTask(Task):
 
         with explained(f"{self.name}({', '.join(map(repr, arguments))})", pass_on=(DataError, OSError, ImportError)):
             rows = function(*arguments)
-            is_dataset = hasattr(rows, "column_names") and isinstance(rows, Sized) and not isinstance(rows, Mapping)
-            return rows_of(rows if is_dataset else list(rows), self.name)  # a Dataset knows its types
+            if hasattr(rows, "column_names") and not isinstance(rows, Sized):  # a streaming dataset
+                from datasets import Dataset
+
+                rows = Dataset.from_list(list(rows), features=rows.features)
+            return rows_of(rows if hasattr(rows, "column_names") else list(rows), self.name)  # a Dataset knows its types
 
     def _open(self, split: str) -> Rows:
         if split not in self._scans:
