@@ -404,7 +404,9 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
                 lists = any(isinstance(row.get(name), list | tuple) for name in ("history", "labels", "feedback"))
                 as_fields = lists or ("uid" in row and isinstance(row.get("metadata"), Mapping))
             try:
-                row = example_of(row, uid) if as_fields else task.example(row, row["uid"] if is_name(row.get("uid")) else uid)
+                own_uid = row.get("uid")
+                named = own_uid if isinstance(own_uid, str) and own_uid else uid
+                row = example_of(row, uid) if as_fields else task.example(row, named)
             except Exception as error:  # a task of others may raise any
                 if table is not None and isinstance(error, BadRow) and table.has_question(row):
                     raise ValueError(f"{uid}: {error}") from error
@@ -416,10 +418,6 @@ def given_examples(rows: Iterable[Any], task: Task, where: str) -> list[Example]
                 row = example_of(row, uid)
         found.append(row)
     return read_examples(found, where)
-
-
-def is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
 
 
 def example_of(row: Mapping[str, Any], uid: str) -> Example:

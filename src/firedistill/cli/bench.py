@@ -120,13 +120,10 @@ def gpu_command(arguments: Sequence[str], console: Console) -> int:
         missing = parts.run_parts(wanted, setting.folder, options.budget, gpu.measure, (setting,), options.names, say)
         if missing:
             seconds, longest = (of(part.seconds for part in missing) for of in (sum, max))
-            more = f" with --budget {math.ceil(longest)} or more" if longest > options.budget else ""
+            changes = ["these parts only"] if options.names else []
+            changes += [f"--budget {math.ceil(longest)} or more"] if longest > options.budget else []
+            again = " ".join(["The same command", *(["with", " and ".join(changes)] if changes else [])])
             left = ", ".join(part.name for part in missing)
-            again = (
-                f"The same command with these parts only{more.replace(' with', ' and')}"
-                if options.names
-                else f"The same command{more}"
-            )
             console.print(
                 f"left for another call: {left}; together about {seconds:.0f} s, the longest {longest:.0f} s. {again} continues",
                 soft_wrap=True,

@@ -163,12 +163,12 @@ class GymTask(Task):
             return 0.0
         if self.dataset == "complex_arithmetic" and not _COMPLEX.fullmatch(answer):
             return 0.0
-        if self._evaluates_by and not _harmless(answer, may_quote=self._evaluates_by == {"eval("}):
-            return 0.0
         entry = dict(example.metadata)
         try:
             if self.dataset in _PUZZLES:
                 return float(_solves(answer, entry["metadata"]))
+            if self._evaluates_by and not _harmless(answer, may_quote=self._evaluates_by == {"eval("}):
+                return 0.0
             if self._evaluates_by or self.dataset in _WITHOUT_END:
                 return self._isolated_scorer.score(answer, entry)
             if self._scorer is None:
