@@ -16,6 +16,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -45,6 +47,7 @@ PYTHON = {
     "docs/own-data.md": [
         "from firedistill import task\n\nWORDS",
         "from firedistill import task\n\n\n@task",
+        "from datasets import Dataset",
         "from firedistill import SelfDis",
     ],
     "docs/add-a-method.md": ["from dataclasses import dataclass\n\nfrom firedistill.functional"],
@@ -77,8 +80,9 @@ def example(page: str, start: str) -> str:
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
     """The examples that are modules, where Python finds them."""
+    (tmp_path / "desk").mkdir()
     (tmp_path / "hopeful.py").write_text(example("docs/add-a-method.md", PYTHON["docs/add-a-method.md"][0]), encoding="utf-8")
-    for name in ("reverse_words", "my_module"):
+    for name in ("reverse_words", "my_module", "desk/reverse"):
         (tmp_path / f"{name}.py").write_text(example("README.md", PYTHON["README.md"][1]), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -92,13 +96,16 @@ def write_own_data(folder: Path, judge: str = "http://localhost:8000/v1") -> Non
     Args:
         judge: the address in the judge files.
     """
-    for name, content in zip(("judge.yaml", "rubric.yaml"), blocks("docs/judges.md", "yaml"), strict=True):
+    for name, content in zip(("judge.yaml", "rubric.yaml", "verdict.yaml"), blocks("docs/judges.md", "yaml"), strict=True):
         (folder / name).write_text(re.sub(r"(?m)^url: .*", f"url: {judge}", content), encoding="utf-8")
     (folder / "essays.jsonl").write_text(blocks("docs/judges.md", "jsonl")[0], encoding="utf-8")
     for name, language in (("problems.csv", "csv"), ("capitals.jsonl", "jsonl")):
         (content,) = blocks("docs/own-data.md", language)
         (folder / name).write_text(content, encoding="utf-8")
-    for name, start in (("words.py", PYTHON["docs/own-data.md"][0]), ("sums.py", PYTHON["docs/own-data.md"][1])):
+    pq.write_table(
+        pa.table({"question": [f"{i} + 1?" for i in range(20)], "answer": list(range(1, 21))}), folder / "pairs.parquet"
+    )
+    for name, start in zip(("words.py", "sums.py", "pairs.py"), PYTHON["docs/own-data.md"], strict=False):
         (folder / name).write_text(example("docs/own-data.md", start), encoding="utf-8")
     (folder / "my.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n{"prompt": "1 + 2?", "answer": 3}\n', encoding="utf-8")
 
@@ -221,9 +228,9 @@ def test_the_task_of_those_who_know_trl_trains(tmp_path, monkeypatch, capsys):
     few = "use_cpu=True, max_new_tokens=6, per_device_train_batch_size=2, max_steps=1, "
     assert source.count("max_steps=2, ") == 1
     exec(compile(source.replace("max_steps=2, ", few), "from-trl.md", "exec"), {"__name__": "from_trl"})
-    (row,) = read_jsonl("run/metrics.jsonl")
+    (row,) = read_jsonl("runs/is-right/metrics.jsonl")
     assert "alpha_hint" in row or row["correct_rate"] == 1
-    assert "task: object:is_right" in Path("run/config.yaml").read_text()
+    assert "task: object:is_right" in Path("runs/is-right/config.yaml").read_text()
 
 
 def test_names_of_trl_are_told_and_explained(capsys):
@@ -455,7 +462,10 @@ OWN_DATA = [
 ]
 
 
-@pytest.mark.parametrize("line", [*OWN_DATA, "firedistill train lab --task ./sums.py:sums"])
+TASKS = ("./sums.py:sums", "./pairs.py:pairs", "./reverse.py:Reverse")
+
+
+@pytest.mark.parametrize("line", [*OWN_DATA, *(f"firedistill train lab --task {task}" for task in TASKS)])
 def test_the_examples_of_own_data_train_the_lab_model(line, desk, capsys):
     arguments = re.sub(r" --(max_steps|eval_size) \d+", "", shlex.join(arguments_of(line)))
     arguments = shlex.split(arguments)
@@ -464,6 +474,7 @@ def test_the_examples_of_own_data_train_the_lab_model(line, desk, capsys):
     rows = read_jsonl(Path("run/metrics.jsonl"))
     assert len(rows) == 2 and len(read_jsonl(Path("run/evals.jsonl"))) == 2
     names = {"capitals.jsonl": "reference", "./words.py:backwards": "letters", "judge.yaml": "advice", "essays.jsonl": "length"}
+    names |= {"./pairs.py:pairs": "steps", "./reverse.py:Reverse": "length"}
     added = f"alpha_{names[arguments[3]]}" if arguments[3] in names else None
     assert added is None or any(added in row for row in rows)
     assert not any("alpha_parser" in row for row in rows) or arguments[3] != "./words.py:backwards"
@@ -471,10 +482,13 @@ def test_the_examples_of_own_data_train_the_lab_model(line, desk, capsys):
 
 def test_rows_from_python_train_the_lab_model(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    source = example("docs/own-data.md", PYTHON["docs/own-data.md"][2])
+    source = example("docs/own-data.md", PYTHON["docs/own-data.md"][3])
     few = ", ".join(f"{name}={value!r}" for name, value in TINY.items()) + ", per_device_train_batch_size=2, eval_size=2"
-    assert source.count("max_steps=20") == 1
-    exec(compile(source.replace("max_steps=20", f"max_steps=1, {few}"), "own-data.md", "exec"), {"__name__": "own_data"})
+    assert source.count("max_steps=20, warmup_steps=2") == 1
+    exec(
+        compile(source.replace("max_steps=20, warmup_steps=2", f"max_steps=1, {few}"), "own-data.md", "exec"),
+        {"__name__": "own_data"},
+    )
     assert len(read_jsonl("runs/squares/metrics.jsonl")) == 1
     assert main(["eval", "runs/squares"]) == 2
     assert "the task of this run was a Python object" in capsys.readouterr().err

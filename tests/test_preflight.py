@@ -440,7 +440,7 @@ def test_settings_that_do_not_fit(model, tmp_path):
 
 
 def test_an_optimizer_whose_package_is_missing(model, tmp_path):
-    assert "optim: You need to install" in only(found(model, tmp_path, optim="galore_adamw"), "error")
+    assert "optim: You need to install" in only(found(model, tmp_path, optim="stable_adamw"), "error")
 
 
 def test_supervised_training_is_a_warm_start(model, tmp_path):

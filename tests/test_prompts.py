@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import AddedToken
 
 from firedistill import FeedbackField
 from firedistill.models import tokens
@@ -66,6 +67,16 @@ def test_a_template_that_drops_or_repeats_a_message_is_refused(again):
     tokenizer.chat_template = "{% for m in messages[1:] %}{{ m.content }}{% endfor %}" + again
     with pytest.raises(TaskFault, match="the chat template drops or repeats a message"):
         PromptEncoder(tokenizer).encode([{"role": "system", "content": "brief"}, {"role": "user", "content": "<|im_end|>"}])
+
+
+def test_an_added_token_of_line_feeds_is_text():
+    """Gemma's tokenizers have one, and their templates hold two line feeds."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(AddedToken("\n\n", special=False, normalized=False))
+    tokenizer.chat_template += "{# \n\n #}"
+    messages = [{"role": "user", "content": "a\n\nb"}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert tokenizer.convert_tokens_to_ids("\n\n") in expected and PromptEncoder(tokenizer).encode(messages) == expected
 
 
 def test_a_text_full_of_special_tokens_takes_linear_time():

@@ -31,7 +31,7 @@ from firedistill.run.identity import choose, differences, to_plain, tokenizer_fi
 from firedistill.run.log import read_jsonl
 from killable import RandomTask, killable_config, same_runs, train
 from test_trainer import DIFFERENT_METHODS, METHODS
-from tiny import byte_tokenizer, random_model, save_checkpoint
+from tiny import adapter_weights, byte_tokenizer, random_model, save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +480,7 @@ class Ending(TrainerCallback):
             control.should_training_stop = True
 
 
-@pytest.mark.parametrize(("event", "step"), [("on_step_end", 1), ("on_evaluate", 3)])
+@pytest.mark.parametrize(("event", "step"), [("on_step_end", 1), ("on_evaluate", 3), ("on_log", 1)])
 def test_a_run_that_a_callback_ends_is_complete_and_can_be_resumed(event, step, model, tmp_path):
     run = tmp_path / "run"
     t = SelfDistillTrainer(args=killable_config(model, run, "fire", 4), task=RandomTask())
@@ -491,6 +491,26 @@ def test_a_run_that_a_callback_ends_is_complete_and_can_be_resumed(event, step, 
     assert json.loads((run / "finished.json").read_text()) == {"step": step}
     assert train(model, run, "fire", 4).state.global_step == 4
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("method", "event"), [("fire", "on_step_begin"), ("fire", "on_substep_end"), ("top_d", "on_optimizer_step")]
+)
+def test_a_run_that_a_callback_ends_within_a_step_completes_the_step(method, event, model, tmp_path):
+    run = tmp_path / "run"
+    changes = {"gradient_accumulation_steps": 2, "eval_steps": 2}
+    t = SelfDistillTrainer(args=killable_config(model, run, method, 4, **changes), task=RandomTask())
+    t.add_callback(Ending(event, 1))
+    t.train()
+    assert newest_checkpoint(run).name == "checkpoint-2" and json.loads((run / "finished.json").read_text()) == {"step": 2}
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in read_jsonl(run / "evals.jsonl")][-1] == 2
+    again = SelfDistillTrainer(args=killable_config(model, run, method, 4, **changes), task=RandomTask())
+    again.train()
+    whole = SelfDistillTrainer(args=killable_config(model, tmp_path / "whole", method, 4, **changes), task=RandomTask())
+    whole.train()
+    for name, value in adapter_weights(whole).items():
+        assert torch.equal(value, adapter_weights(again)[name]), name
 
 
 def attributions(run):

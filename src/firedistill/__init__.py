@@ -2,7 +2,7 @@
 
 from firedistill import SelfDistillConfig, SelfDistillTrainer
 
-SelfDistillTrainer(args=SelfDistillConfig(model="smollm2", task="arithmetic")).train()
+SelfDistillTrainer(args=SelfDistillConfig(model="Qwen/Qwen2.5-0.5B-Instruct", task="arithmetic")).train()
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ HOMES = {"SelfDistillConfig": "config", "SelfDistillTrainer": "trainer", "prefli
 
 def __getattr__(name: str) -> Any:
     """Import what is asked for on first use: torch and transformers take seconds, and the command line first cleans the module path."""
-    if name not in __all__:
-        raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "functional":
+        return import_module("firedistill.functional")
+    if name not in __all__:
+        raise AttributeError(f"module 'firedistill' has no attribute {name!r}")
     return getattr(import_module(f"firedistill.{HOMES.get(name, 'tasks')}"), name)
 
 

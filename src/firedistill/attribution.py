@@ -143,7 +143,7 @@ class Inspector:
         """
         records: list[dict[str, Any]] = []
         for rollout in rollouts:
-            if len(records) < count and rollout.response_ids and not rollout.verdict.correct:
+            if len(records) < count and rollout.response_ids and not (rollout.verdict.correct or rollout.verdict.failed):
                 try:
                     records.append(self.record(self.inspect(rollout)))
                 except ValueError as error:

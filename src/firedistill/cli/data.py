@@ -29,9 +29,9 @@ from firedistill.terminal import quiet_libraries, shortened, visible, without_me
 HELP = """\
 firedistill data FILE|FOLDER|TASK|RUN|RECIPE [--rows N] [--json] [--columns ROLE=COLUMN ...] [--answer KIND] [--feedback NAME=TEXT ...]
 
-Columns and what they are taken for, splits, and for the first N rows (3): what the student is asked, which responses count as
-right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All options of
-firedistill train that name data have the same meaning here, and the others are refused. No model is loaded.
+Prints the columns with their roles, the splits, and for the first N rows (default 3) what the student is asked, which responses
+count as right, and what the teacher sees about a wrong one. Every row is read. The exit status is 2 if anything is wrong. All
+options of firedistill train that name data have the same meaning here, and the others are refused. No model is loaded.
 --judge FILE asks a judge about these rows, and shows what it was asked and what it replied.
 """
 

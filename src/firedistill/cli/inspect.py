@@ -184,11 +184,11 @@ def eval_command(arguments: Sequence[str], console: Console) -> int:
 def inspect_command(arguments: Sequence[str], console: Console) -> int:
     if wants_help(arguments):
         console.print(
-            "firedistill inspect RUN|CHECKPOINT|RECIPE [--example INDEX] [--split train|eval] [--task NAME] [--prompts] ...\n"
+            "firedistill inspect RUN|CHECKPOINT|ADAPTER|RECIPE [--example INDEX (0)] [--split train|eval|NAME (eval)] [--prompts] ...\n"
             "firedistill inspect RUN --save [--count N] [--example INDEX] [--checkpoint STEP] ...\n\n"
             "A sampled response, a table of its tokens, the verdict and the feedback fields; with --prompts also what student and\n"
             "teacher are asked.\n"
-            "--save writes N examples from INDEX on to RUN/attribution/, which firedistill report shows.\n"
+            "--save writes N (1) examples from INDEX on to RUN/attribution/, which firedistill report shows.\n"
             "--checkpoint uses student and teacher of that step instead of the last ones."
         )
         return 0

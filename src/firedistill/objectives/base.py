@@ -98,9 +98,8 @@ class Objective:
         return self.uses_teacher
 
     def views(self, rollout: Rollout) -> list[View]:
-        """The teacher views of a rollout that `needs_teacher`; a naive implementation would score each of them whole.
-
-        `teacher_tokens_saved` compares with that.
+        """The teacher views of a rollout that `prepare` and `loss` may read. Their prompts are built before the step; a rollout for
+        which one cannot be built is left out. `teacher_tokens_saved` compares with scoring all of them.
         """
         return ["full"] if self.needs_teacher(rollout) else []
 

@@ -86,7 +86,7 @@ def fisher_radius(student_logits: Tensor, step_scale: float = 1.0) -> Tensor:
 
     Args:
         student_logits: `[..., V]`.
-        step_scale: `s`, at least 1.
+        step_scale: `s`, at least 1 (not checked).
     """
     return fisher_trace(student_logits).sqrt() / step_scale
 
@@ -98,7 +98,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-    """`KL(softmax(z) || q)` per position (eq. app_reverse_kl), differentiable once in `student_logits` only; `[...]`.
+    """`KL(softmax(z) || q)` per position in nats (eq. app_reverse_kl), differentiable once in `student_logits` only; `[...]`.
 
     The gradient is `induced_gradient`, in closed form. The target need not be normalized.
     """
@@ -109,7 +109,7 @@ def reverse_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
 
 
 def forward_kl(student_logits: Tensor, target_log_probs: Tensor) -> Tensor:
-    """`KL(q || softmax(z))` per position, differentiable once in `student_logits` only; `[...]`. The gradient is `p - q`.
+    """`KL(q || softmax(z))` per position in nats, differentiable once in `student_logits` only; `[...]`. The gradient is `p - q`.
 
     The target need not be normalized.
     """

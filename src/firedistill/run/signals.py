@@ -63,6 +63,7 @@ class StopRequest(TrainerCallback):
         self.signal: int | None = None
         self._recorded = 0.0  # when, by the monotonic clock; infinity where only another process has received one
         self._overdue = False
+        self._ending = False  # a callback has asked for the end in the middle of a step
         self._timer: threading.Timer | None = None
         self._handlers: dict[int, Any] = {}
         self._ended = threading.Event()
@@ -74,7 +75,7 @@ class StopRequest(TrainerCallback):
         return signal.Signals(self.signal).name if self.signal is not None else ""
 
     def __enter__(self) -> StopRequest:
-        self.signal, self._overdue = None, False
+        self.signal, self._overdue, self._ending = None, False, False
         if threading.current_thread() is threading.main_thread():
             unused = [number for number in UNLESS_USED if signal.getsignal(number) is signal.SIG_DFL]
             self._handlers = {number: signal.signal(number, self._record) for number in (*ALWAYS, *unused)}
@@ -131,15 +132,36 @@ class StopRequest(TrainerCallback):
                 logger.error("the launcher (process %d) has ended; this process stops after the current step", self._launcher)
                 self._record(signal.SIGTERM, None)
 
+    # This callback is the last one: it sees what the others ask for.
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """A run ends after a whole step: the loop would leave this one at its next micro-batch."""
+        self._ending |= control.should_training_stop or control.should_epoch_stop
+        control.should_training_stop = control.should_epoch_stop = False
+
+    on_substep_end = on_pre_optimizer_step = on_optimizer_step = on_step_begin
+
     def on_step_end(self, args, state, control, **kwargs):
-        if control.should_training_stop:  # the last step, whatever `eval_steps` and `save_steps` are
-            control.should_evaluate = args.eval_strategy != "no" and self.trainer.eval_dataset is not None
-            control.should_save = args.save_strategy != "no"
+        control.should_training_stop |= self._ending | control.should_epoch_stop
+        self._ending = control.should_training_stop
+        if control.should_training_stop:
+            self._end_with_this_step(args, control)
         self.trainer.evaluation_due = control.should_evaluate
         self.trainer.settle()
         if self._requested():
             control.should_evaluate = False
-            control.should_save = control.should_training_stop = True
+            control.should_save = control.should_training_stop = self._ending = True
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step and (control.should_training_stop or control.should_epoch_stop) and not self._ending:
+            self._ending = control.should_training_stop = True
+            self._end_with_this_step(args, control)
+            self.trainer.evaluation_due = control.should_evaluate
+
+    def _end_with_this_step(self, args, control):
+        """The last step is evaluated and saved, whatever `eval_steps` and `save_steps` are."""
+        control.should_evaluate = args.eval_strategy != "no" and self.trainer.eval_dataset is not None
+        control.should_save = args.save_strategy != "no"
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step and self._requested():
