@@ -87,6 +87,7 @@ NUMBERS = {
     "latex": {
         "\\frac{1}{2}": "1/2", "\\dfrac{1}{2}": "1/2", "\\tfrac{10}{4}": "5/2", "-\\frac{1}{2}": "-1/2",
         "\\frac{-1}{2}": "-1/2",
+        "\\frac 34": "3/4", "\\frac3{4}": "3/4", "\\frac{3}4": "3/4", "\\frac{1}{-2}": "-1/2", "\\frac{1{,}000}{2}": "500/1",
         "\\frac12": "1/2", "\\frac{ 1 }{ 2 }": "1/2", "\\boxed{42}": 42, "\\boxed{\\frac{1}{2}}": "1/2", "$\\boxed{-42}$": -42,
         "\\boxed{\\text{42}}": 42, "$42$": 42, "$$42$$": 42, "\\(42\\)": 42, "\\[42\\]": 42, "\\$42": 42, "42\\,\\text{cm}": 42,
         "\\mathbf{42}": 42, "\\left(42\\right)": 42, "\\text{about } 42": 42, "\\fbox{42}": 42, "\\boxed{1,200}": 1200,
@@ -149,7 +150,7 @@ NO_NUMBERS = {
         "8 minus 3", "minus -5", "-minus 5", "minus minus 5",
         "10**2", "2^10", "10²", "√16", "\\sqrt{16}", "2\\pi", "2π", "2x", "3n", "42 = 6*7", "x^42", "log 42", "42 ± 1", "|42|",
         "42!=", "1.5 x 10", "--42", "+-42", "- - 42", "\\frac{1+1}{2}", "a/42",
-        "\\frac{1}{2x}", "\\frac{1}{2\\sqrt{3}}", "\\frac{1}{2}^2",
+        "\\frac{x}{42}", "\\frac{42}{y}", "\\frac345", "\\frac{1}{2x}", "\\frac{1}{2\\sqrt{3}}", "\\frac{1}{2}^2",
     ],
     "inequalities": ["x < 42", "x <= 42", "42 > x", "x ≥ 42", "x \\leq 42", "x != 42", "x \\neq 42"],
     "fragments of words": ["x42", "USD42", "COVID-19", "A4", "v1.2.3", "1.2.3", "192.168.0.1", "5k", "42万", "4٢", "٤٢", "一"],
@@ -430,6 +431,7 @@ CHOICES = {
             'Answer: "B"',
             "Answer: `B`", "Answer: *B*", "Answer: _B_", "Answer: $B$", "Answer: \\boxed{B}", "Answer: \\boxed{\\text{B}}",
             "Answer: $\\boxed{\\mathrm{B}}$", "Answer: \\(B\\)", "Answer: \\text{(B)}", "Answer: B!", "Answer: B   \n\n",
+            "Answer: B \u2705", "Answer: B\u2026", "Answer: B \\\\", "Answer: B<br />",
             "Answer: A\nAnswer: B", "Answer: B\nAnswer: maybe", "Answer: B\nAnswer: Z", "Answer: A Answer: B",
             "Final answer: B",
             "so the Answer: B\nI am sure.", "Ａｎｓｗｅｒ：Ｂ", "Ａｎｓｗｅｒ： （Ｂ）", "Answer: B\u200b", "Answer: B\r\nmore",
@@ -447,6 +449,7 @@ CHOICES = {
             "Answer: Option B",
             "I choose option B.", "Option B is right", "option **B**", "It is (B).", "(b) is right",
             "Option A is wrong, option B is right",
+            "Answer: let us see.\n(B)", "Answer: the correct option (B).", "(i) and (ii) are false: (B)",
             "A\nB", "B\nbecause of this", "(A) is wrong.\nIt is (B)", "Option (B)", "Ｂ", "（Ｂ）",
         ],
     ),
@@ -462,6 +465,8 @@ CHOICES = {
             "vitamin B",
             "nonanswer: B", "Answer is B", "answers: B", "Answer: not B", "(A) or (B)", "option A or option B",
             "It is (Z).", "B or C",
+            "(A) is tempting.\nAnswer: Same meaning", "(A) is the distractor.\n\nAnswer: B because of this", "Answer: A or (B)",
+            "Answer: not (B)", "(A), (B)", "(A)/(B)", "(A) & (B)", "option A, option B", "(A), or (B)",
             "ANSWER - B", "Answer: Same meaning", "Answer: E) 5",
         ],
     ),
@@ -512,6 +517,10 @@ def test_own_text_that_is_hard_to_read(option):
 def test_own_text_as_a_number_of_another_form():
     assert choice_answer("Answer: B) 1200", "AB", ["1,100", "$1,200.00"]) == Answer("B", True)
     assert choice_answer("Answer: A) 0.5", "AB", ["\\frac{1}{2}", "1/3"]) == Answer("A", True)
+    assert choice_answer("Answer: B) 28", "AB", ["20 °C", "28 °C"]) == Answer("B", True)
+    for text in ("100% red", "more than 100% pink"):
+        assert choice_answer(f"Answer: A. {text}", "AB", ["100% pink", "100% red"]) == Answer(None, False)
+    assert choice_answer("(i) and (ii) are true", "ABCDEFGHIJ") == Answer(None, False)
 
 
 LENIENT_CHOICES = [

@@ -281,6 +281,9 @@ EXAMPLE_IN_A_DOCSTRING = '''def add(a):
         ("```python\nx = 1\n```python\ndef add(a): 1\n```", "def add(a): 1\n", True),
         ("1. So:\n\t```python\n\tdef add(a):\n\t\treturn 1\n\t```", "def add(a):\n\treturn 1\n", True),
         ("   ```python\n   def add(a): 1\n```\nDone", "def add(a): 1\n", True),
+        ("````python\ndef add(a): 1\n````\nDone.", "def add(a): 1\n", True),
+        ('````\ndef add(a):\n    """\n```\n"""\n````', 'def add(a):\n    """\n```\n"""\n', True),
+        ("```python\ndef add(a): 1\n````\nDone.", "def add(a): 1\n", True),
         ("1. So:\n   ```python\n   def add(a):\n\n       return 1\n   ```", "def add(a):\n\n    return 1\n", True),
     ],
     ids=lambda value: repr(value)[:24],
@@ -321,6 +324,20 @@ def test_a_verdict_that_fails_expects_what_others_do(add, monkeypatch):
     monkeypatch.setattr(CodeTask, "run", fails)
     verdict = task.verify(example, example.solution)
     assert verdict.failed and verdict.expected == expected
+
+
+@pytest.mark.parametrize("value", [3, 4])
+def test_a_test_that_fails_is_a_verdict_although_others_did_not_start(value, add, monkeypatch):
+    ran = Outcome("returned", value=value)
+    report = Report(Outcome("returned"), (ran, Outcome("not run"), Outcome("not run")), ("add",))
+    monkeypatch.setattr("firedistill.tasks.code.run_program", lambda *_: report)
+    program = fenced(f"def add(a, b):\n    return {value}  # and sleep")
+    if value == 3:
+        with pytest.raises(SandboxError, match="only 1 of 3 tests could start within .* s; none of them hangs"):
+            judged(*add, program)
+    else:
+        verdict, fields = judged(*add, program)
+        assert not verdict.correct and "2 did not run" in fields["verdict"]
 
 
 def test_a_field_per_failing_test(add):

@@ -591,6 +591,10 @@ VERDICTS = [
             "**Answer: Paris**.",
             "**Answer: **Paris**",
             "* Answer: *Paris*",
+            "So **yes**: **Answer: Paris**",
+            "The `x` gives **Answer: Paris**.",
+            "Note: 2*3 = 6, **Answer: Paris**",
+            "Answer: Paris\n\nAnswer:",
             '"Answer: Paris"',
         )
     ),
@@ -665,6 +669,8 @@ def test_a_question_may_be_repeated_with_what_is_the_same_answer():
     assert len(both(load_task(rows, answer="exact"))) == 2
     with pytest.raises(DataError, match="row 3: the question of an earlier row with another answer"):
         load_task([*rows, {"question": "Which city?", "answer": "Rome"}], answer="exact").check()
+    with pytest.raises(DataError, match="row 2: the question of an earlier row with another answer"):
+        load_task([{"question": "?", "answer": gold} for gold in (-1, -2)]).check()
     for answer, one, other in (
         ("numeric", "0.5", "1/2"),
         ("json", {"a": 1, "b": None}, {"a": 1}),

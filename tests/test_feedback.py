@@ -99,6 +99,7 @@ def test_an_empty_response(response):
     [
         ("so\n#### 42", []),
         ("so 42", ["missing_final_marker", "final_line_not_canonical"]),
+        ("so\n##### 42", ["missing_final_marker", "final_line_not_canonical"]),
         ("#### 41\n#### 42", ["multiple_final_markers"]),
         ("#### 42\nDone.", ["final_line_not_canonical"]),
         ("I write #### 42", ["final_line_not_canonical"]),

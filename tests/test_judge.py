@@ -561,6 +561,10 @@ def test_the_key_comes_from_the_environment_and_goes_to_the_server_only(server, 
     server.reply = lambda request, number: Answer(f"bad key {KEY}", 401)
     with pytest.raises(JudgeError, match=r"refuses the key in JUDGE_KEY \(status 401: bad key \[key\]\)"):
         asked(path)
+    escaped = KEY.replace("-", "\\u002d")  # as JSON may spell it
+    server.reply = lambda request, number: Answer(f'{{"error": {{"message": "bad key {escaped}"}}}}', 401)
+    with pytest.raises(JudgeError, match=r"\(status 401: bad key \[key\]\)"):
+        asked(path)
     assert KEY not in caplog.text
     monkeypatch.setenv("JUDGE_KEY", "a\tb")
     with pytest.raises(ValueError, match="holds characters that no key has"):

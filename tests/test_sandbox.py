@@ -583,9 +583,9 @@ def test_a_stage_that_hangs_is_ended(level, monkeypatch, tmp_path):
         sandbox._run("", "", [], Limits(seconds=0.2, total_seconds=0.1), "limits")
 
 
-def test_more_tests_than_there_is_time_for_are_no_verdict(level):
-    with pytest.raises(SandboxError, match=r"only \d of 3 tests could start within 0.1 s; none of them hangs"):
-        run_program("import time\ntime.sleep(0.2)", [Snippet("eval", "1")] * 3, limits=Limits(total_seconds=0.1))
+def test_more_tests_than_there_is_time_for(level):
+    report = run_program("import time\ntime.sleep(0.2)", [Snippet("eval", "1")] * 3, limits=Limits(total_seconds=0.1))
+    assert report.cut_short and report.outcomes[-1].status == "not run"
 
 
 def test_what_dies_with_the_trainer(level, place, tmp_path):

@@ -17,7 +17,18 @@ from typing import Any
 
 from firedistill.tasks.feedback import quoted
 from firedistill.tasks.reading import open_rows
-from firedistill.tasks.sandbox import AT_ONCE, Limits, Other, Outcome, Report, Snippet, matches, run_program, sandbox_level
+from firedistill.tasks.sandbox import (
+    AT_ONCE,
+    Limits,
+    Other,
+    Outcome,
+    Report,
+    SandboxError,
+    Snippet,
+    matches,
+    run_program,
+    sandbox_level,
+)
 from firedistill.tasks.sources import SUFFIXES, DataError, Rows, kind_of, optional_text, text_field
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example, FeedbackField, Verdict
@@ -35,8 +46,8 @@ PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
     ("solution", "canonical_solution", "code"),
 )
 
-_OPENING = re.compile(r"([ \t]*)```[^`]*|.*?```\w[^`\s]*\s*")  # a line; after other text, it must name a language
-_NEXT_FENCE = re.compile(r"([ \t]*)```(\w[^`\s]*\s*$)?(?!`)")  # with the language that it names
+_OPENING = re.compile(r"([ \t]*)(`{3,8}+)[^`]*|.*?```\w[^`\s]*\s*")  # a line; after other text, it must name a language
+_NEXT_FENCE = re.compile(r"([ \t]*)(`{3,8}+)(?!`)(\w[^`\s]*\s*$)?")  # with the language that it names
 _CALLABLE = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*(?<!\))")  # add, or Solution().add
 _COMPARISONS = {
     ast.Eq: "==",
@@ -256,6 +267,11 @@ def _run(program: str, tests: tuple[UnitTest, ...], setup: str, limits: Limits) 
         Result(number, test, test.passes(outcome), replace(outcome, value=None), _got(outcome, limits))
         for number, (test, outcome) in enumerate(zip(tests, report.outcomes, strict=True), start=1)
     )
+    ran = [result for result in results if result.outcome.status != "not run"]
+    if report.cut_short and all(result.passes for result in ran):  # one that fails is a verdict
+        raise SandboxError(
+            f"only {len(ran)} of {len(tests)} tests could start within {limits.total_seconds:g} s; none of them hangs"
+        )
     return replace(report, outcomes=()), results  # values can be large
 
 
@@ -283,24 +299,24 @@ def extract_program(example: Example, response: str) -> tuple[str | None, bool]:
 def fenced_blocks(response: str) -> list[tuple[str, bool]]:
     """The fenced blocks of a response, and whether each is closed. Lines of an indented block, as in a list, lose its indentation.
 
-    A fence that is indented at least four columns more than that of its block belongs to the text, as in a docstring. A fence that
-    names a language begins the next block.
+    A fence that is shorter than that of its block, or indented at least four columns more, as in a docstring, belongs to the text. A
+    fence that names a language begins the next block.
     """
     blocks: list[tuple[str, bool]] = []
     lines: list[str] | None = None  # of the open block
-    indent = ""
+    indent, ticks = "", 3
     for line in response.split("\n"):
         if lines is not None:
             fence = _NEXT_FENCE.match(line)
-            if fence is None or columns(fence[1]) > columns(indent) + 3:
+            if fence is None or len(fence[2]) < ticks or columns(fence[1]) > columns(indent) + 3:
                 lines.append(re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", line) if indent else line)
                 continue
-            blocks.append(("".join(f"{text}\n" for text in lines), fence[2] is None))
+            blocks.append(("".join(f"{text}\n" for text in lines), fence[3] is None))
             lines = None
-            if fence[2] is None:
+            if fence[3] is None:
                 continue
         if opening := _OPENING.fullmatch(line):
-            lines, indent = [], opening[1] or ""
+            lines, indent, ticks = [], opening[1] or "", len(opening[2] or "```")
     return blocks if lines is None else [*blocks, ("\n".join(lines), False)]
 
 

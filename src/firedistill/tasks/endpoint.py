@@ -186,6 +186,7 @@ class ChatEndpoint:
         return answer.status_code, answer.headers, found.replace(self.key.encode(), b"[key]") if secret else found
 
     def _without_key(self, text: str) -> str:
+        """JSON may spell the characters of a key in another way, so that `_send` does not find it."""
         return text.replace(self.key, "[key]") if len(self.key) >= SECRET else text
 
     def _described(self, error: Exception) -> str:
@@ -213,7 +214,7 @@ class ChatEndpoint:
             _Unusable: another attempt may bring one.
             JudgeError: none will.
         """
-        said = message_of(content)
+        said = self._without_key(message_of(content))
         # Of this request: too long, or against a content policy.
         if status in (400, 413, 422) or (status == 403 and self.answered):
             return Completion("", refused=f"status {status}: {said}")
@@ -236,7 +237,7 @@ class ChatEndpoint:
             if not choices and usage:
                 choices = [{"message": {}}]  # a filter took the reply
             choice = choices[0]
-            text = text_of(choice["message"])
+            text = self._without_key(text_of(choice["message"]))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise _Unusable(f"its answer is not a chat completion: {said or 'it is empty'}") from error
         prompt, reply = (
@@ -250,7 +251,7 @@ class ChatEndpoint:
         with suppress(Exception):  # the list is a courtesy
             _, _, models = await self._send("GET", "/models")
             served = [str(entry["id"]) for entry in json.loads(models)["data"]]
-        text = message_of(content)
+        text = self._without_key(message_of(content))
         if not served:
             text += "; expected an address such as http://localhost:8000/v1, and a model that it serves"
         elif self.model not in served:

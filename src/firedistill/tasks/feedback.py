@@ -89,7 +89,7 @@ def parser_field(task: Task, example: Example, response: str, verdict: Verdict) 
         f"task type={task.type_name}",
         f"expected answer type={task.answer_type}",
         f"final marker={_marker(task)}",
-        f"marker count={response.count(task.final_marker) if task.final_marker else 0}",
+        f"marker count={count_markers(task.final_marker, response)}",
         f"parse success={'no' if verdict.submitted is None else 'yes'}",
         f"extracted normalized final answer={_submitted(verdict)}",
         f"final line snapshot={quoted(last_line) if last_line else 'none'}",
@@ -145,14 +145,20 @@ def format_issues(marker: str, response: str) -> list[str]:
     if not marker:
         return []
     issues = []
-    count = response.count(marker)
+    count = count_markers(marker, response)
     if count == 0:
         issues.append("missing_final_marker")
     if count > 1:
         issues.append("multiple_final_markers")
-    if not _last_line(response).startswith(marker):
+    if count_markers(marker, _last_line(response)[: len(marker) + 1]) == 0:
         issues.append("final_line_not_canonical")
     return issues
+
+
+def count_markers(marker: str, text: str) -> int:
+    """How often a marker stands in a text; `#####` is a heading, not `####`."""
+    around = re.escape(marker[:1]) if marker == "####" else "(?!)"
+    return len(re.findall(f"(?<!{around}){re.escape(marker)}(?!{around})", text)) if marker else 0
 
 
 def _line(title: str, items: Sequence[str]) -> str:

@@ -247,8 +247,6 @@ def _is_literal(answer: str) -> bool:
 def _answer_text(response: str, several_lines: bool) -> str | None:
     """The text after the last `####` that has any: to the end of its line, or of the response if the gold has several lines."""
     before, marker, rest = response.rpartition("####")
-    while marker and not rest.strip():
+    while marker and not (text := rest if several_lines else rest.split("\n")[0]).strip():
         before, marker, rest = before.rpartition("####")
-    if not marker:
-        return None
-    return unmarked(rest if several_lines else rest.strip().split("\n")[0], before) or None
+    return unmarked(text, before) or None if marker else None

@@ -27,7 +27,7 @@ MAX_ANSWER_CHARACTERS = 20_000
 _PAIRS = {mark: mark for mark in "*_`\"'"}  # markdown and quotation marks, with those that may close them
 _PAIRS |= {"“": "”", "‘": "’", "„": "“”", "‚": "‘’", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』"}
 _NOT_COMPARED = {**dict.fromkeys(INVISIBLE), ord("。"): "."}
-_OPENED = re.compile(r"[*_`\"\u201c]{2,}|[*_`\"\u201c](?!\s)")  # not the star of a list
+_MARKS = re.compile(r"([*_`\"])\1*+|[\u201c\u201d]")
 _SUPERSCRIPTS = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _BEFORE_JSON = re.compile(r"(?:```(?:json\b|[A-Za-z]+(?=[ \t\r]*\n))?|[\s*_`])*+", re.IGNORECASE)
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
@@ -254,22 +254,35 @@ def _text(value: Any, subject: str) -> str:
 
 
 def final_line(response: str) -> str | None:
-    """What follows the last `Answer:` on its line; None if nothing does."""
-    *_, last = [None, *ANSWER_MARKER.finditer(response)]
-    if last is None:
-        return None
-    line = unmarked(response[last.end() :].split("\n")[0], response[: last.end()])
-    return line if line.strip("*") else None
+    """What follows the last `Answer:` that is followed by text on its line; None without one."""
+    for line in reversed(response.split("\n")):
+        for marker in reversed(list(ANSWER_MARKER.finditer(line))):
+            text = unmarked(line[marker.end() :], line[: marker.end()])
+            if text.strip("*"):
+                return text
+    return None
 
 
 def unmarked(text: str, before: str) -> str:
     """A text without the markdown and the quotation marks that open before it on its line: `Paris**` after `**Answer: `."""
-    opened, text = "".join(_OPENED.findall(before.rpartition("\n")[2])), text.strip()
+    opened, text = _open_marks(before.rpartition("\n")[2]), text.strip()
     closed, bare = opened[::-1].replace("\u201c", "\u201d"), text.rstrip(" .")
     starts, ends = text.startswith(opened), bare.endswith(closed)
     if starts and (not ends or text.startswith(f"{opened} ")):  # **Answer:** Paris
         return text[len(opened) :].strip()
     return bare.removesuffix(closed).rstrip() if ends and not starts else text
+
+
+def _open_marks(line: str) -> str:
+    """The marks of a line that none closes. A mark after a letter or a digit opens nothing, nor does the star of a list."""
+    opened: list[str] = []
+    for run in _MARKS.finditer(line):
+        mark, after = run[0].replace("\u201d", "\u201c"), line[run.end() : run.end() + 1]
+        if opened and opened[-1] == mark:
+            opened.pop()
+        elif not line[: run.start()][-1:].isalnum() and (len(mark) > 1 or not after.isspace()):
+            opened.append(mark)
+    return "".join(opened)
 
 
 def last_line(response: str) -> str:

@@ -542,7 +542,7 @@ class TableTask(Task):
         return scan
 
     def _scan(self, scan: Scan) -> None:
-        rows, first, shown_at = scan.rows, dict[bytes, tuple[int, int]](), time.monotonic()
+        rows, first, shown_at = scan.rows, dict[bytes, tuple[int, bytes]](), time.monotonic()
         stems: list[bytes] = []  # a hash of the question without options, case and repeated blanks, of which one part gets all
         numbers = rows.numbers or range(1, len(rows) + 1)
 
@@ -568,7 +568,8 @@ class TableTask(Task):
                 continue
             turns = [f"{turn['role']}: {turn['content']}" for turn in example.history]
             rank = digest(f"{self.division_seed}/" + "\n".join([example.question, *turns]))
-            gold = hash(comparable(self.kind, example))
+            accepted = comparable(self.kind, example)
+            gold = digest(repr(sorted(accepted) if isinstance(accepted, frozenset) else accepted))
             if rank not in first:
                 first[rank] = (index, gold)
             elif first[rank][1] == gold or self.verifier is not None:

@@ -29,20 +29,26 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
     Answer(value=None, well_formed=False)
 
     The answer is the last `Answer: X` whose X is a label: alone, or followed by its bracket, punctuation, or the option's own
-    text. Without one, the last line that consists of a label, or the last `option X` or `(X)`, is extracted. A letter in prose is
-    never an answer: "a" and "I" are English words.
+    text. Without one, the last line that consists of a label, or the last `option X` or `(X)`, is extracted: after the last
+    `Answer:` with any text, if there is one, or where this text is `option X`. A letter in prose is never an answer: "a" and "I" are
+    English words.
 
     Args:
         labels: the labels of this example; any other letter is not an answer.
         options: the options' texts in the order of `labels`. Without them, any text may follow a label and its bracket.
     """
-    plain = to_ascii(response)
-    for line in reversed(plain.split("\n")):
+    lines = to_ascii(response).split("\n")
+    for line in reversed(lines):
         for content in reversed(ANSWER_MARKER.split(line)[1:]):
             label = _leading_label(content, labels, options)
             if label is not None:
                 return Answer(label, True)
-    return Answer(_mentioned_label(plain, labels), False)
+    for number, line in reversed(list(enumerate(lines))):
+        if content := next(filter(str.strip, reversed(ANSWER_MARKER.split(line)[1:])), None):
+            option = _OPTION.match(content)
+            named = _leading_label(content[option.end() :], labels, options) if option else None
+            return Answer(_mentioned_label(lines[number + 1 :], labels) or named, False)
+    return Answer(_mentioned_label(lines, labels), False)
 
 
 def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequence[str], gold: str) -> bool:
@@ -55,6 +61,8 @@ def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequen
 
 
 _MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
+_OPTION = re.compile(r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?option(?!\w)[\s*_`:]{0,8}+", re.IGNORECASE)
+_SECOND_ROMAN = re.compile(r"(?<!\w)ii(?!\w)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
     re.IGNORECASE,
@@ -62,10 +70,11 @@ _CHOICE_PHRASE = re.compile(
 _VERB = re.compile(r"\s{1,8}+(?:is|was|as|because|since)(?!\w)")
 _WORD = re.compile(r"\w{1,8}+(?!\w)")
 _JOINER = re.compile(r"[\s)*\],/&]{1,8}+(?:(?:or|and)(?!\w))?+[\s(*\[]{0,8}+", re.IGNORECASE)
+_LETTERS = re.compile(r"[^\W\d_]++")
 _NEXT_LETTER = re.compile(r"\s{0,8}+[^\W\d_]")
-_ALTERNATIVE = re.compile(r"[\s*_`)(,/]{0,8}+(?:or|and|/|,)[\s*_`)(]{0,8}+", re.IGNORECASE)
+_ALTERNATIVE = re.compile(r"[\s*_`)(]{0,8}+(?:,?\s{0,3}+(?:or|and)(?!\w)|[,/&])[\s*_`)(]{0,8}+", re.IGNORECASE)
 _OPENERS = " ([<\"'*$#"
-_CLOSERS = " )]>.,;:!?\"'*$"
+_CLOSERS = " )]>.,;:!?\"'*$\\\u2026\u2705\u2713\u2714\x00"
 
 
 def _label_named(text: str, labels: Sequence[str]) -> str | None:
@@ -101,17 +110,20 @@ def _same_option(found: str, option: str) -> bool:
     option = clean(to_ascii(option))
     if _comparable(found) == _comparable(option):
         return _comparable(found) != ""
-    values = stated_values(found)
-    return values is not None and len(values) == 1 and values == stated_values(option)
+    values, words = stated_values(found), [_LETTERS.findall(text.lower()) for text in (found, option)]
+    same_words = words[0] == words[1] or [] in words  # 21.5 is "21.5 km"; "100% red" is not "100% pink"
+    return same_words and values is not None and len(values) == 1 and values == stated_values(option)
 
 
 def _comparable(cleaned: str) -> str:
     return cleaned.lower().strip(_OPENERS + _CLOSERS)
 
 
-def _mentioned_label(plain: str, labels: Sequence[str]) -> str | None:
+def _mentioned_label(lines: Sequence[str], labels: Sequence[str]) -> str | None:
     """The label of the last line that consists of one, or of the last `option X` or `(X)`, whichever comes later."""
-    for line in reversed(plain.split("\n")):
+    if any(map(_SECOND_ROMAN.search, lines)):  # "statements (i) and (ii)"
+        labels = [label for label in labels if label != "I"]
+    for line in reversed(lines):
         alone = _lone_label(line, labels)
         if alone is not None:
             return alone
@@ -146,7 +158,7 @@ def _is_prose(text: str, end: int) -> bool:
 
 def _lenient_labels(plain: str, labels: Sequence[str], options: Sequence[str]) -> Iterator[str | None]:
     yield choice_answer(plain, labels, options).value
-    yield _mentioned_label(plain, labels)
+    yield _mentioned_label(plain.split("\n"), labels)
     for statement in (boxed(plain), after_last(_CHOICE_PHRASE, plain), after_last(ANSWER_MARKER, plain)):
         if statement:
             yield _stated_label(statement, labels)

@@ -45,7 +45,9 @@ def to_ascii(text: object) -> str:
 
 
 CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
-_TAG = re.compile(r"</?\|?[A-Za-z_]{1,20}\|?>")  # <b>, </answer>, <|im_end|>
+_TAG = re.compile(
+    r"</?\|?[A-Za-z_]\w{0,19}+(?:\s\w{1,20}+=[^<>]{0,200}+)?\s?/?\|?>"
+)  # <b>, </answer>, <|im_end|>, <i class="x">
 _ANGLE_BRACKETS = re.compile(r"\s*+<([^<>]*+)>\s*+")  # <42>
 _GROUPS = re.compile(r"(?<=[0-9])(?:\\[, ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")  # 10\\,000
 _DEGREES = re.compile(r"\^\s{0,3}+\{?\s{0,3}+\\circ(?![A-Za-z])\s{0,3}+\}?")
@@ -59,11 +61,8 @@ _WRAPPER_COMMAND = re.compile(
     r"\\(?:boxed|fbox|mbox|text(?:bf|rm|it|tt|sf)?|math(?:bf|rm|it|tt|sf)|operatorname|displaystyle|left|right|q?quad)(?![A-Za-z])"
     r"|\\[()\[\],;:! ]"
 )
-_FRACTION_COMMAND = re.compile(
-    r"\\[cdt]?frac\s{0,3}+(?:"
-    r"\{\s{0,3}+([-+]?)\s{0,3}+([0-9][0-9.,]{0,300}+)\s{0,3}+\}\s{0,3}+\{\s{0,3}+([0-9][0-9.,]{0,300}+)\s{0,3}+\}"
-    r"|(?<=c)([0-9])([0-9])(?![\w.]))"
-)
+_PART = r"(?:\{\s{0,3}+([-+]?)\s{0,3}+([0-9][0-9.,]{0,300}+)\s{0,3}+\}|([0-9]))"  # in braces, or a single digit
+_FRACTION_COMMAND = re.compile(rf"\\[cdt]?frac(?:\s{{0,3}}+{_PART}\s{{0,3}}+{_PART}|(?![A-Za-z]))")
 _MARKUP = str.maketrans("{}`_", "    ")
 _BOLD = re.compile(r"\*{2,3}+")
 _EMPHASIS = re.compile(r"(?<![\w)*.])\*(?=\S)([^*]++)(?<=\S)\*(?![\w(*])")  # *42*, but not the star of 6*7
@@ -85,15 +84,19 @@ def clean(text: str) -> str:
         text = _SIGN_COMMAND.sub(lambda match: _SIGNS[match[1]], text)
         text = _WRAPPER_COMMAND.sub(" ", text)
         text = text.replace("}^", "^")  # \text{cm}^2
-        text = _FRACTION_COMMAND.sub(_plain_fraction, text)
+        text = _FRACTION_COMMAND.sub(_plain_fraction, text.replace("{,}", ","))
     text = _BRACED_POWER.sub(r"^\1", text.replace("{,}", ",").replace("!=", "≠")).translate(_MARKUP)
     text = _EMPHASIS.sub(r" \1 ", _BOLD.sub(" ", text))
     return " ".join(_ARROW.sub(" = ", text).split())
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
-    sign, numerator, denominator, digit, other_digit = match.groups()
-    return f" {sign or ''}{numerator or digit}/{denominator or other_digit} "
+    """`3/4`; a root sign, which is not a number, where a part is not one."""
+    sign, numerator, digit, other_sign, denominator, other_digit = match.groups()
+    if not (numerator or digit):
+        return " √ "
+    minus = "-" if (sign == "-") != (other_sign == "-") else ""
+    return f" {minus}{numerator or digit}/{denominator or other_digit} "
 
 
 def last_line(plain: str) -> str:
