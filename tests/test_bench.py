@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,10 +49,12 @@ from firedistill.benchmarks.gpu.page import floor, page, rates_of
 from firedistill.benchmarks.gpu.sizes import FULL as FULL_GPU
 from firedistill.benchmarks.gpu.sizes import QWEN, Setting
 from firedistill.benchmarks.gpu.sizes import TINY as TINY_GPU
+from firedistill.benchmarks.gpu.timing import Variant, timed
 from firedistill.benchmarks.parts import Part
 from firedistill.cli import main as cli
 from firedistill.cli.bench import refuse_other_setting
 from firedistill.config import SelfDistillConfig
+from firedistill.memory import OutOfMemory
 from firedistill.prompts import PromptEncoder, student_messages
 from firedistill.rollouts.hf import MERGING_PAYS_AFTER, HFRolloutEngine
 
@@ -304,6 +307,42 @@ def test_a_part_that_fails_does_not_take_the_others(tmp_path, monkeypatch):
     assert records["first"]["process"] == records["fails"]["process"] != records["dies"]["process"]  # a new one after a failure
     assert records["last"]["mark"] == "mark" and records["last"]["title"] == "Title of last"
     assert "last words" in (tmp_path / "log.txt").read_text()
+
+
+def test_a_variant_that_does_not_fit_does_not_take_the_others():
+    def exhausted():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def limited():
+        raise OutOfMemory("out of memory: shorter contexts")
+
+    calls = []
+    variants = {"a": Variant(exhausted), "b": Variant(partial(calls.append, 1)), "c": Variant(limited, facts={"size": 2})}
+    rows = {row["variant"]: row for row in timed({"case": 1}, variants, repeats=3)}
+    assert len(calls) == 4 and rows["b"]["repeats"] == 3 and rows["b"]["details"] == {}
+    assert rows["a"]["details"] == {"error": "out of memory"} and "seconds" not in rows["a"]
+    assert rows["c"]["details"] == {"size": 2, "error": "out of memory"}
+    with pytest.raises(RuntimeError, match="illegal"):
+        list(timed({}, {"a": Variant(partial(fail, "an illegal memory access"))}, repeats=1))
+
+
+def fail(text):
+    raise RuntimeError(text)
+
+
+def test_a_named_part_that_the_budget_interrupts_keeps_its_measurements(tmp_path, monkeypatch):
+    monkeypatch.setattr(parts, "SMALLEST_LIMIT", 0.5)
+    parts.write(tmp_path, {"part": "hangs", "state": parts.DONE, "rows": [{"variant": "old"}], "seconds": 0.1})
+    lines, records, missing = run_stubs(tmp_path, "hangs", names=["hangs"], budget=3.0)
+    assert missing == ["hangs"] and "the budget ended after" in lines[0]  # not "took too long": it is named
+    assert records["hangs"]["rows"] == [{"variant": "old"}] and records["hangs"]["state"] == parts.DONE
+
+
+def test_the_page_names_what_was_not_measured():
+    record = {"part": "ceilings", "title": "Ceilings", "state": parts.DONE, "rows": []}
+    assert "Every part has a result, and every check holds." in page([record])
+    text = page([record], ["decoding", "tests"])
+    assert "- not measured: decoding, tests" in text and "Every part has a result" not in text
 
 
 def test_the_next_call_makes_what_is_missing(tmp_path, monkeypatch):

@@ -133,7 +133,7 @@ class PrescribedSteps:
             fuse_norms(base)
         torch.manual_seed(0)
         self.model = compute_in_base_dtype(add_lora(base)).to(options.device).train()
-        if options.device == "cpu":
+        if options.device == "cpu" or base.dtype == torch.float32:
             use_own_attention(self.model)
         if sizes.checkpointing:  # older versions of transformers have the second name only
             getattr(base, "activation_checkpointing_enable", base.gradient_checkpointing_enable)()
@@ -143,9 +143,9 @@ class PrescribedSteps:
         task, encoder = PrescribedTask(sizes.fields), PromptEncoder(self.tokenizer)
         one_response = scoring_limit(1)
         self.teachers = {
-            OWN: Teacher(self.model, task, encoder),
+            OWN: Teacher(self.model, task, encoder, limit=scoring_limit(32_768) if options.device == "cuda" else None),
             SHARED: Teacher(self.model, task, encoder, share_prefixes=True),
-            BATCHES: Teacher(self.model, task, encoder, share_prefixes=False),
+            BATCHES: Teacher(self.model, task, encoder, share_prefixes=False),  # of 8,192 tokens
             ONE_BY_ONE: Teacher(self.model, task, encoder, share_prefixes=False, limit=one_response),
         }
         # Each prompt is filled up to the requested length with its own words.

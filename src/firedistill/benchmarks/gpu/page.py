@@ -33,25 +33,27 @@ def write_page(folder: Path) -> Path:
     Raises:
         ValueError: the folder holds no measurement, or a file that is none.
     """
-    records = [record for part in gpu.PARTS if (record := parts.read(folder, part.name)) is not None]
+    found = {part.name: parts.read(folder, part.name) for part in gpu.PARTS}
+    records = [record for record in found.values() if record is not None]
     if not records:
         raise ValueError(f"{folder} holds no measurements: make them with firedistill bench gpu -o {folder}")
     path = folder / PAGE
-    write_text(path, page(records))
+    write_text(path, page(records, [name for name, record in found.items() if record is None]))
     return path
 
 
-def page(records: Sequence[parts.Record]) -> str:
+def page(records: Sequence[parts.Record], missing: Sequence[str] = ()) -> str:
     """The page in Markdown.
 
     Args:
         records: of the parts that have been started, in the order in which they are shown.
+        missing: names of the others.
     """
     rates = rates_of(next((record["rows"] for record in records if record["part"] == "ceilings"), []))
     lines = [INTRODUCTION]
     if any(record.get("tiny") for record in records):
         lines += ["**Tiny sizes: the times say nothing.**", ""]
-    lines += [*hardware_lines(records), "", *check_lines(records), "", *slow_lines(records, rates), ""]
+    lines += [*hardware_lines(records), "", *check_lines(records, missing), "", *slow_lines(records, rates), ""]
     for record in records:
         lines += [f"## {record['title']}", ""]
         note = f"{record['part']}: {record['state']}"
@@ -84,9 +86,9 @@ def times_floor(row: Row, rates: tuple[float, float] | None) -> float | None:
     return row["seconds"]["median"] / least if least and "seconds" in row else None
 
 
-def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
-    """Parts without a result, wrong numbers, failed tests; what was measured without `torch.compile` or CUDA graphs."""
-    found = []
+def check_lines(records: Sequence[parts.Record], missing: Sequence[str]) -> Iterator[str]:
+    """Parts without a result, what did not fit into memory, wrong numbers, failed tests; what ran without `torch.compile` or graphs."""
+    found = [f"not measured: {', '.join(missing)}"] if missing else []
     for record in records:
         if record["state"] != parts.DONE:
             found.append(f"{record['part']}: {record['state']}: {record.get('error', '')}")
@@ -102,6 +104,8 @@ def check_lines(records: Sequence[parts.Record]) -> Iterator[str]:
                 found.append(f"{record['part']}: {row['variant']}: sampled without CUDA graphs ({case_text(row)})")
             if "error" in facts:
                 found.append(f"{record['part']}: {row['variant']}: {facts['error']} ({case_text(row)})")
+            if facts.get("out_of_memory"):
+                found.append(f"{record['part']}: {row['variant']}: batches did not fit and were halved ({case_text(row)})")
             if facts.get("failed") or facts.get("errors"):
                 found.append(f"{record['part']}: {facts}")
     yield "Every part has a result, and every check holds." if not found else "To look at:"

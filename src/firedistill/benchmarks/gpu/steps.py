@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from firedistill.benchmarks import harness
 from firedistill.benchmarks.gpu.models import EveryStep, GPUTask, MeasuredTrainer, random_model, trainer_of, wrong_rollouts
 from firedistill.benchmarks.gpu.sizes import AS_IN_TRAINING, Setting, Shape, Sizes, Work
-from firedistill.benchmarks.gpu.timing import Variant, row_of, timed
+from firedistill.benchmarks.gpu.timing import DOES_NOT_FIT, Variant, row_of, timed, tried
 from firedistill.benchmarks.parts import Skipped
 from firedistill.benchmarks.prescribed import student_states
 from firedistill.footprint import recomputing
@@ -68,6 +68,7 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
     cases += [(middle, sizes.long_prompt, [AS_IN_TRAINING]), (middle, sizes.prompt, others)]
     with trainer_of(setting, random_model(shape, setting.device), rollout_batch_size=max(sizes.batches)) as trainer:
         engine: Any = trainer.rollout_engine
+        engine.limit.adjustable = False  # a halved batch would be another case
         for batch, prompt, names in cases:
             task = GPUTask(replace(sizes, prompt=prompt), trainer.setup.tokenizer)
             prompts = [trainer.encoder.encode(student_messages(task, example)) for example in task.examples("train", batch)]
@@ -80,11 +81,16 @@ def decoding(setting: Setting) -> Iterator[harness.Row]:
                     return max(len(response.token_ids) for response in found)
 
                 replays = engine.decoder is not None and engine.decoder.captures
-                steps, facts = per_token(sample, few, many, sizes.decoding_repeats)
+                case = {"batch": batch, "prompt": prompt}
+                found, fits = tried(partial(per_token, sample, few, many, sizes.decoding_repeats))
+                if not fits:
+                    yield row_of(case, name, details={"error": DOES_NOT_FIT})
+                    continue
+                steps, facts = found
                 if replays:
                     facts["captured"] = engine.decoder.captures  # false after a capture that failed
                     facts["graphs"] = sum(graph is not None for graph in engine.decoder.graphs.values())
-                yield row_of({"batch": batch, "prompt": prompt}, name, steps, work=per_step, details=facts)
+                yield row_of(case, name, steps, work=per_step, details=facts)
 
 
 def per_token(sample: Callable[[int], int], few: int, many: int, repeats: int) -> tuple[list[float], dict[str, Any]]:
@@ -133,6 +139,7 @@ def scoring(setting: Setting) -> Iterator[harness.Row]:
     sizes, shape = setting.sizes, setting.sizes.shapes["1.5b"]
     with trainer_of(setting, random_model(shape, setting.device)) as trainer:
         teacher, rollouts = trainer.teacher, wrong_rollouts(trainer, max(sizes.scored), sizes.response)
+        teacher.limit.adjustable = False  # a halved batch would be another variant
         usual = teacher.limit.size, teacher.share_prefixes
         choices: tuple[list[View], ...] = (["full"], list(range(len(sizes.fields))))
         for count, views in product(sizes.scored, choices):
@@ -249,8 +256,11 @@ def steps_of(
         teacher_prompt = max(trainer.teacher.view_tokens(r, "full") for r in wrong_rollouts(trainer, 1, sizes.response))
     peak = torch.cuda.max_memory_allocated() / harness.MIB if setting.is_gpu else None
     reserved = {"reserved_mib": torch.cuda.max_memory_reserved() / harness.MIB} if setting.is_gpu else {}
+    halved = {"out_of_memory": sum(row.get("out_of_memory", 0) for row in trainer.rows)}
     del trainer
     gc.collect()  # the next model may not fit beside this one
+    if setting.is_gpu:
+        torch.cuda.empty_cache()  # nor do its blocks count as reserved for the next one
     median = {
         name: float(np.median([row.get(name, 0.0) for row in rows]))
         for name in ("correct_rate", "chi_active", "teacher_tokens", "generated_tokens")
@@ -265,7 +275,7 @@ def steps_of(
     }
     case = {"method": method, "tokens": sizes.response} | ({} if over is None else {"over": over})
     steps = {"warm_up_steps": sizes.warm_up_steps, "steps": len(rows), "step_scale": scale, "checkpointing": checkpointing}
-    facts = median | steps | sampled | reserved | compiling
+    facts = median | steps | sampled | reserved | compiling | halved
     for phase, (column, of_phase) in phases.items():
         seconds = [row.get(column, 0.0) for row in rows]
         more = {"peak_mib": peak, "details": facts} if phase == "whole step" else {}
