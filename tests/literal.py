@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from firedistill.functional import excised_target, fire_target, sft_weight
+from firedistill.functional import fire_target, sft_weight
 from stubs import Result, World, tensor
 
 
@@ -68,13 +68,24 @@ def fire(world, z, group_size, step_scale=1.0, log_prob_floor=None, excise=False
             beta = sft_weight(logits, world.tokens(row), step_scale) if bounded_sft else 1.0
             losses.append(-beta * of_tokens(log_p(logits), world.tokens(row)))
         elif excise:
-            everywhere = torch.ones(len(logits), dtype=torch.bool)
-            target, _ = excised_target(logits.detach(), views["full"], without, everywhere, log_prob_floor=log_prob_floor)
-            losses.append(kl(logits, target))
+            losses.append(kl(logits, excised(logits.detach(), views["full"], without, log_prob_floor)))
         else:
             settings = dict(step_scale=step_scale, log_prob_floor=log_prob_floor, **ablation)
             losses.append(kl(logits, fire_target(logits.detach(), views["full"], without, **settings).log_probs))
     return mean_of_responses(world, group_size, losses)
+
+
+def excised(z, full, without, log_prob_floor):
+    """The view without the field that changes the gradient most, by half the L1 norm averaged over tokens; the first on ties."""
+    full, *views = (log_p(q) if log_prob_floor is None else log_p(q).clamp(min=log_prob_floor) for q in (full, *without))
+    p = log_p(z).exp()
+
+    def gradient(q):
+        ratio = log_p(z) - q
+        return p * (ratio - (p * ratio).sum(-1, keepdim=True))
+
+    scores = [float((gradient(full) - gradient(view)).abs().sum(-1).mean()) / 2 for view in views]
+    return views[scores.index(max(scores))]
 
 
 # ---- Methods with groups -----------------------------------------------------------------------------------------------------------

@@ -30,16 +30,18 @@ GROUPS = ["mixed", "groups of five", "a wrong empty response", "one token"]
 # ---- The negative advantage --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("advantage", "delta"), [(-0.75, 0.0), (-0.75, 1.0), (-0.25, 1.0)])  # in the last, A is 0 at H_min
+@pytest.mark.parametrize(  # in the third, A is 0 at H_min; the last one chooses several tokens of a response
+    ("advantage", "delta", "share"), [(-0.75, 0.0, 0.2), (-0.75, 1.0, 0.2), (-0.25, 1.0, 0.2), (-0.75, 1.0, 0.7)]
+)
 @pytest.mark.parametrize("case", GROUPS)
-def test_the_negative_advantage_is_the_papers(case, advantage, delta):
+def test_the_negative_advantage_is_the_papers(case, advantage, delta, share):
     world = random_world(case)
 
     def loss(logits):
         parts = []
         for row, z in enumerate(logits):
             sampled, h = of_tokens(log_p(z), world.tokens(row)), entropy(z).detach()
-            count = math.ceil(0.2 * len(sampled))
+            count = math.ceil(share * len(sampled))
             chosen = sorted(range(len(sampled)), key=lambda t: float(sampled.detach()[t]))[:count]
             low, high = (f([float(h[t]) for t in chosen], default=0.0) for f in (min, max))
             total = torch.zeros((), dtype=torch.float64)
@@ -49,7 +51,7 @@ def test_the_negative_advantage_is_the_papers(case, advantage, delta):
             parts.append(total / max(count, 1))
         return sum(parts) / world.prompts
 
-    objective = load_objective("negative_advantage", {"advantage": advantage, "delta": delta})
+    objective = load_objective("negative_advantage", {"advantage": advantage, "delta": delta, "share": share})
     assert_result(world.run(objective), world.literal(loss))
     assert not world.teacher.read
 
@@ -68,9 +70,10 @@ def test_a_negative_advantage_makes_the_unlikely_token_less_likely():
 # ---- Right hint minus wrong hint ---------------------------------------------------------------------------------------------------
 
 
-def test_the_modulated_advantage_is_the_papers_and_keeps_its_sign(monkeypatch):
+@pytest.mark.parametrize(("strength", "temperature", "threshold", "eta"), [(0.5, 0.02, 0.02, 1.0), (0.3, 0.05, 0.1, 0.4)])
+def test_the_modulated_advantage_is_the_papers_and_keeps_its_sign(strength, temperature, threshold, eta, monkeypatch):
     world = random_world("groups of five")
-    objective = RLCSD(group_size=5)
+    objective = RLCSD(group_size=5, strength=strength, temperature=temperature, threshold=threshold, eta=eta)
     generator = torch.Generator().manual_seed(5)
     gaps = {r: 0.05 * torch.randn(len(r.response_ids), generator=generator, dtype=torch.float64) for r in world.rollouts[1:]}
     gaps[world.rollouts[2]][0] = 1e-6  # below the threshold
@@ -84,12 +87,14 @@ def test_the_modulated_advantage_is_the_papers_and_keeps_its_sign(monkeypatch):
             advantage = (float(rollout.verdict.correct) - fmean(rewards)) / (pstdev(rewards) + 1e-6)
             paths = {False: [], True: []}
             for t, log_prob in enumerate(of_tokens(log_p(z), world.tokens(row))):
-                shift = 0.5 * math.tanh(float(gaps[rollout][t]) / 0.02) if rollout in gaps else 0.0
+                shift = strength * math.tanh(float(gaps[rollout][t]) / temperature) if rollout in gaps else 0.0
                 a = advantage
-                if abs(shift) > 0.02:
+                if abs(shift) > threshold:
                     a = max(0.0, a + shift) if a > 0 else min(0.0, a + shift)
-                paths[abs(shift) > 0.02].append(log_prob / log_prob.detach() * log_prob.detach() * a)
-            total = total - sum(sum(path) / len(path) for path in paths.values() if path)
+                paths[abs(shift) > threshold].append(log_prob / log_prob.detach() * log_prob.detach() * a)
+            total = total - sum(
+                (eta if modulated else 1.0) * sum(path) / len(path) for modulated, path in paths.items() if path
+            )
         return total / (world.prompts * 5)
 
     found, expected = world.run(objective), world.literal(loss)
@@ -106,6 +111,7 @@ def test_hints_leave_out_the_response_itself_and_average_probabilities():
     for row, rollout in enumerate(group):
         object.__setattr__(rollout.response, "text", f"text {row}")
     assert objective.hints(group[0], group) == ["text 2", "text 1", "text 3"]
+    assert RLCSD(wrong_hints=1).hints(group[0], group) == ["text 2", "text 1"]
     assert objective.hints(group[1], group) == ["text 0", "text 3"]
     assert objective.hints(group[1], group[:2]) is None and objective.hints(group[0], group[::2]) is None
     object.__setattr__(group[1].example, "solution", "working\n#### gold")

@@ -31,6 +31,12 @@ def test_views():
     full = teacher_messages(task, example, feedback)[0]["content"]
     assert full.endswith("Structured feedback context:\n[Context block 1]\nfirst text\n[Context block 2]\nsecond text")
     assert "Task:\n" + example.question in full and "Say something" not in full, "the teacher sees the raw dataset prompt"
+    assert full.startswith(
+        "You are the feedback-conditioned teacher in on-policy self-distillation. The earlier student attempt will appear as the "
+        "assistant continuation. Use the structured feedback context to revise the continuation distribution for the same task. "
+        "Preserve useful reasoning tokens and end with the task's normal final-answer line. Do not quote or describe the context."
+        "\n\nTask:\n"
+    )
     without = teacher_messages(task, example, feedback, 0)[0]["content"]
     assert without.endswith("[Context block 1]\n\n[Context block 2]\nsecond text")
     assert teacher_messages(task, example, feedback, "none") == student_messages(task, example)

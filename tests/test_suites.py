@@ -23,6 +23,8 @@ from firedistill import SelfDistillConfig, recipes
 from firedistill.cli import main as cli
 from firedistill.cli import suite as command
 from firedistill.coerce import built_in_names
+from firedistill.objectives import load_objective
+from firedistill.recipes import build_config
 from firedistill.run.checkpoints import newest_checkpoint, step_of
 from firedistill.run.log import read_jsonl
 from firedistill.run.signals import REQUESTS
@@ -101,6 +103,44 @@ def test_the_papers_main_table():
     steps = {run.task: run.max_steps for run in plan.runs}
     assert steps == dict(gsm8k=200, asdiv=200, aqua_rat=250, arc_challenge=200, winogrande=150, wic=200)
     assert all(set(run.settings) == {"method", "seed"} for run in plan.runs), "everything else is the recipe's"
+
+
+# Model, dataset, peak rate, a_0, 1 - mu, warm-up, steps, context, new tokens, training pool, held-out problems (the paper's table
+# of resolved settings); and micro-batch and accumulation by the model's size: of one response per prompt, of groups.
+PAPER = """
+1.5b gsm8k         4e-6 4e-6 0.03 25 200 2560 384 1024 192
+1.5b asdiv         4e-6 4e-6 0.03 25 200 2304 320 1600 192
+1.5b aqua_rat      2e-6 2e-6 0.03 25 250 3072 512 2048 192
+3b   arc_challenge 4e-6 4e-6 0.01 20 200 2560 320 2048 192
+3b   winogrande    4e-6 4e-6 0.01 15 150 2560 320 2048 192
+3b   wic           1e-6 1e-6 0.01 15 200 2560 320 2048 192
+14b  mmlu_pro      1e-5 2e-6 0.01 20 200 3072 256 1536 288
+"""
+BATCHES = {"1.5b": ((8, 1), (2, 4)), "3b": ((8, 1), (2, 4)), "14b": ((2, 4), (1, 8))}
+GROUPS = {
+    "1.5b": {"on_policy_sft": 4, "top_d": 4, "tropd": 4, "srpo": 4, "scope": 4},
+    "3b": {"on_policy_sft": 2, "top_d": 4, "tropd": 4, "srpo": 4, "scope": 4},
+    "14b": {"top_d": 4, "tropd": 4, "srpo": 2, "scope": 2},
+}
+
+
+@pytest.mark.parametrize("line", PAPER.strip().splitlines())
+def test_recipes_have_the_papers_settings(line):
+    size, task, *numbers = line.split()
+    columns = "learning_rate nominal_learning_rate ema_rate warmup_steps max_steps max_context_tokens max_new_tokens"
+    names = [*columns.split(), "train_size", "eval_size"]
+    for method in ("fire", "full_context", "veto", "demopsd", *GROUPS[size]):
+        config = build_config(SelfDistillConfig, f"{task}-qwen2.5-{size}", {"method": method, "use_cpu": True})
+        assert [getattr(config, name) for name in names] == list(map(float, numbers))
+        group, batches = GROUPS[size].get(method, 1), BATCHES[size][method in GROUPS[size]]
+        assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == batches
+        assert load_objective(method, config.method_settings).group_size == group
+        assert config.model == f"Qwen/Qwen2.5-{size.upper()}-Instruct"
+        shared = {"temperature": 0.8, "top_p": 0.95, "max_prompt_tokens": 1280, "max_feedback_tokens": 768, "adam_beta1": 0.9}
+        shared |= {"adam_beta2": 0.95, "weight_decay": 0.01, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine"}
+        shared |= {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.0}
+        assert {name: getattr(config, name) for name in shared} == shared and config.optim.startswith("adamw_torch")
+    assert load_objective("on_policy_sft", {}).sampling(config.sampling).temperature == 1.0
 
 
 def test_the_papers_table_of_the_large_model():

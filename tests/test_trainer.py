@@ -271,6 +271,9 @@ def test_a_warm_start_names_what_is_over_the_budget_of_its_prompt(checkpoint, tm
     with pytest.raises(ValueError, match="has no gold solution; .*: add a column solution, or remove these rows"):
         warm.sample([replace(examples[0], solution=None)])
     assert len(fitting) == 12 and metrics.row()["cut_feedback_fields"] >= 12
+    for rollout in fitting:
+        assert rollout.response_ids == [*warm.encoder.encode_text(rollout.example.solution), warm.stop_id]
+        assert "feedback-conditioned teacher" in warm.encoder.decode(rollout.prompt_ids), "the teacher's prompt"
     assert all(f"{uid}: feedback over 40 tokens; cut: " in caplog.text for uid in lengths)
 
 
@@ -630,6 +633,15 @@ def test_every_update_of_a_step_is_clipped_and_has_a_gradient_of_its_own(checkpo
     assert trainer.objective.seen == [(1, 2)] * 4, "one prompt with two responses each"
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert row["loss"] == pytest.approx(sum(trainer.objective.losses) / 4, rel=1e-5) and row["updates"] == 4
+    assert 0.5 < row["grad_norm"] < row["grad_norm_max"], "before clipping"
+    plain = run_trainer(
+        checkpoint, tmp_path / "plain", method="per_prompt", **changes | {"max_grad_norm": 0.0, "learning_rate": 1e-8}
+    )
+    updates = UpdateNorms(plain)
+    plain.add_callback(updates)
+    plain.train()
+    (unclipped,) = read_jsonl(tmp_path / "plain" / "metrics.jsonl")
+    assert max(updates.norms) == pytest.approx(1e-8 * unclipped["grad_norm_max"], rel=1e-3), "0 does not clip"
 
 
 def test_the_distributions_of_the_loss_have_the_temperature_of_the_setting(checkpoint, tmp_path):

@@ -305,6 +305,16 @@ def test_every_prompt_of_every_call_has_its_own_seed():
     assert len(set(seeds)) == 2500 and 0 <= min(seeds) <= max(seeds) < 2**31 and prompt_seed(3, 4) == prompt_seed(3, 4)
 
 
+@pytest.mark.parametrize(("visible", "inherited"), [("4,5", "5"), ("4", "1"), ("", "1"), (None, "1"), ("GPU-a,GPU-b", "GPU-b")])
+def test_the_engine_sees_the_gpu_of_its_process(visible, inherited, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with environment_of_engine(torch.device("cuda", 1)):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == inherited
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
 def test_the_engine_inherits_nothing_of_the_launcher(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
@@ -349,7 +359,11 @@ def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(model, monkeypa
 
     class LLM:
         def __init__(self, **options):
+            assert options["enable_sleep_mode"]
             done.append(("start", options["gpu_memory_utilization"], options["kv_cache_memory_bytes"]))
+
+        def sleep(self, level):
+            done.append(("sleep", level))
 
         def wake_up(self):
             done.append("wake up")
@@ -365,10 +379,11 @@ def test_on_a_gpu_the_engine_starts_and_wakes_beside_the_student(model, monkeypa
     monkeypatch.setattr(vllm, "unused_memory", lambda device: 1e9)
     engine = VLLMEngine(model, byte_tokenizer(), context=100, sequences=8)
     engine._wake()
+    engine._sleep()
     engine._wake()
     engine.close()
     cache = 2 * 2 * 2 * 32 * 2 * 8 * 256  # keys and values of 8 sequences of 100 tokens, in blocks of 128 and with one to spare
-    assert engine.weights == "lora" and done == ["release", ("start", 1e-3, cache), "release", "wake up"]
+    assert engine.weights == "lora" and done == ["release", ("start", 1e-3, cache), ("sleep", 1), "release", "wake up"]
 
 
 @pytest.mark.parametrize(("unused", "given"), [(2e6, 0.6), (0.0, "one response")])
@@ -906,6 +921,9 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path,
         assert load.choose_engine(model, args) == "hf" and "not installed there" in caplog.text, "on another host"
     monkeypatch.setattr(load, "free_memory", lambda device: 1000)
     assert load.choose_engine(model, args) == "hf" and "0.0 GB are free" in caplog.text
+    monkeypatch.setattr(load, "free_memory", lambda device: 1e12)
+    assert load.choose_engine(model, args) == "vllm"
+    caplog.clear()
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     assert load.choose_engine(model, args) == "hf" and "vLLM is not installed" in caplog.text
 
