@@ -103,6 +103,7 @@ def test_an_empty_response(response):
         ("#### 41\n#### 42", ["multiple_final_markers"]),
         ("#### 42\nDone.", ["final_line_not_canonical"]),
         ("I write #### 42", ["final_line_not_canonical"]),
+        ("=#### 42", ["final_line_not_canonical"]),
         ("#### 42\n\n  \n", []),
     ],
 )

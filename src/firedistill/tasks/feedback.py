@@ -150,7 +150,8 @@ def format_issues(marker: str, response: str) -> list[str]:
         issues.append("missing_final_marker")
     if count > 1:
         issues.append("multiple_final_markers")
-    if count_markers(marker, _last_line(response)[: len(marker) + 1]) == 0:
+    last = _last_line(response)
+    if not last.startswith(marker) or count_markers(marker, last) == 0:
         issues.append("final_line_not_canonical")
     return issues
 

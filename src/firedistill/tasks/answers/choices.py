@@ -62,7 +62,7 @@ def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequen
 
 _MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
 _OPTION = re.compile(r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?option(?!\w)[\s*_`:]{0,8}+", re.IGNORECASE)
-_SECOND_ROMAN = re.compile(r"(?<!\w)ii(?!\w)", re.IGNORECASE)
+_SECOND_ROMAN = re.compile(r"\(\s?ii\s?\)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
     re.IGNORECASE,

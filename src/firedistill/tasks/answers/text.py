@@ -45,9 +45,8 @@ def to_ascii(text: object) -> str:
 
 
 CALCULATOR_MARK = re.compile(r"<<[^<>]*+>>")  # GSM8K's working: 6*7=<<6*7=42>>42
-_TAG = re.compile(
-    r"</?\|?[A-Za-z_]\w{0,19}+(?:\s\w{1,20}+=[^<>]{0,200}+)?\s?/?\|?>"
-)  # <b>, </answer>, <|im_end|>, <i class="x">
+# <b>, </answer>, <|im_end|>, <br />, <i class="x">
+_TAG = re.compile(r"</?\|?[A-Za-z_]\w{0,19}+(?:\s\w{1,20}+=[^<>]{0,200}+)?\s?/?\|?>")
 _ANGLE_BRACKETS = re.compile(r"\s*+<([^<>]*+)>\s*+")  # <42>
 _GROUPS = re.compile(r"(?<=[0-9])(?:\\[, ]|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))")  # 10\\,000
 _DEGREES = re.compile(r"\^\s{0,3}+\{?\s{0,3}+\\circ(?![A-Za-z])\s{0,3}+\}?")
