@@ -449,7 +449,10 @@ CHOICES = {
             "Answer: Option B",
             "I choose option B.", "Option B is right", "option **B**", "It is (B).", "(b) is right",
             "Option A is wrong, option B is right",
-            "Answer: let us see.\n(B)", "Answer: the correct option (B).", "(i) and (ii) are false: (B)",
+            "Answer: let us see.\n(B)", "Answer: the correct option (B).", "(i) and (ii) are false: (B)", "So it is (B).\n\nAnswer:",
+            "So it is (B).\n\n**Answer:**", "Answer: The correct option is (B).", "Answer: Option B is correct",
+            "Answer: Option (B): because", "Answer: Choice (B)", "Answer: The answer is (B).", "Answer: (B) because it fits",
+            "Unlike option A, option B fits.", "By eliminating (A), (B) is left.",
             "A\nB", "B\nbecause of this", "(A) is wrong.\nIt is (B)", "Option (B)", "Ｂ", "（Ｂ）",
         ],
     ),
@@ -467,6 +470,7 @@ CHOICES = {
             "It is (Z).", "B or C",
             "(A) is tempting.\nAnswer: Same meaning", "(A) is the distractor.\n\nAnswer: B because of this", "Answer: A or (B)",
             "Answer: not (B)", "(A), (B)", "(A)/(B)", "(A) & (B)", "option A, option B", "(A), or (B)",
+            "Answer: option A is wrong, option B is right", "Answer: (C) because (B) fails",
             "ANSWER - B", "Answer: Same meaning", "Answer: E) 5",
         ],
     ),
@@ -520,7 +524,12 @@ def test_own_text_as_a_number_of_another_form():
     assert choice_answer("Answer: B) 28", "AB", ["20 °C", "28 °C"]) == Answer("B", True)
     for text in ("100% red", "more than 100% pink"):
         assert choice_answer(f"Answer: A. {text}", "AB", ["100% pink", "100% red"]) == Answer(None, False)
+    assert choice_answer("Answer: B) 21.5 kilometers", "AB", ["20 km", "21.5 km"]) == Answer("B", True)
+    assert choice_answer("Answer: A) 1500 J", "AB", ["1.5 x 10^3 J", "2 J"]) == Answer("A", True)
+    assert choice_answer("Answer: A) \u2713", "AB", ["\u2717", "\u2713"]) == Answer(None, False)
+    assert choice_answer("Answer: A) \\sqrt{x} y", "AB", ["\\frac{x}{y}", "2"]) == Answer(None, False)
     assert choice_answer("(i) and (ii) are true", "ABCDEFGHIJ") == Answer(None, False)
+    assert choice_answer("(i) no (ii) yes\n\nI", "ABCDEFGHIJ") == Answer("I", False)
 
 
 LENIENT_CHOICES = [

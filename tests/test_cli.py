@@ -317,7 +317,10 @@ def test_a_value_of_the_wrong_type_names_option_place_and_type(name, value, expe
             "optim galore_adamw_layerwise is not supported: checkpoints cannot hold its state",
         ),
         ({"optim": "adamw_torch_8bit"}, "optim adamw_torch_8bit is not supported: checkpoints cannot hold its state"),
-        ({"optim_target_modules": ["q_proj"]}, "optim_target_modules"),
+        (
+            {"optim_target_modules": ["q_proj"]},
+            "optim_target_modules has no effect on a self-distillation run: lora_target_modules are",
+        ),
         (
             {"deepspeed": ZERO_2, "policy_step_radius": 0.1},
             "policy_step_radius (0.1) has no effect with DeepSpeed, which updates the weights within the backward pass",

@@ -284,6 +284,7 @@ EXAMPLE_IN_A_DOCSTRING = '''def add(a):
         ("````python\ndef add(a): 1\n````\nDone.", "def add(a): 1\n", True),
         ('````\ndef add(a):\n    """\n```\n"""\n````', 'def add(a):\n    """\n```\n"""\n', True),
         ("```python\ndef add(a): 1\n````\nDone.", "def add(a): 1\n", True),
+        ("So: ````python\ndef add(a):\n    '\n```'\n````", "def add(a):\n    '\n```'\n", True),
         ("1. So:\n   ```python\n   def add(a):\n\n       return 1\n   ```", "def add(a):\n\n    return 1\n", True),
     ],
     ids=lambda value: repr(value)[:24],

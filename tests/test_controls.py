@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import fmean, pstdev
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from firedistill import FeedbackField, Verdict
 from firedistill.functional import fire_target, induced_gradient
 from firedistill.models.states import unwrap
-from firedistill.objectives import Step, load_objective
+from firedistill.objectives import Step, batches, load_objective, sdpg
 from firedistill.objectives.batches import sampled_log_probs
 from firedistill.objectives.rlcsd import RLCSD
 from firedistill.objectives.sdpg import SDPG
@@ -152,6 +153,22 @@ def test_the_gap_is_that_between_the_right_hint_and_the_wrong_ones(monkeypatch):
         assert found[rollout].abs().max() > 1e-3
     monkeypatch.setattr("firedistill.objectives.rlcsd.positions", lambda model: 10)
     assert RLCSD().gaps(step, [wrong, other]) == {}, "hints that are longer than the positions of the model"
+
+
+def test_log_probabilities_are_read_in_parts(monkeypatch):
+    step = step_of_one_prompt()
+    rollouts = [replace(rollout, feedback=(FeedbackField("hint", "a hint"),)) for rollout in step.rollouts]
+    whole = step.student_log_probs(rollouts), step.teacher_log_probs(rollouts), SDPG().reference_log_probs(step)
+    for module in (batches, sdpg):
+        monkeypatch.setattr(module, "in_parts", partial(batches.in_parts, tokens=1))
+    for found, expected in zip(
+        (step.student_log_probs(rollouts), step.teacher_log_probs(rollouts), SDPG().reference_log_probs(step)),
+        whole,
+        strict=True,
+    ):
+        assert len(found) == 3
+        for part, values in zip(found, expected, strict=True):
+            torch.testing.assert_close(part, values, rtol=1e-5, atol=1e-6)
 
 
 def test_a_response_whose_hints_cannot_be_shown_is_trained_without_them(monkeypatch, caplog):

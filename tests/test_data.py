@@ -595,9 +595,12 @@ VERDICTS = [
             "The `x` gives **Answer: Paris**.",
             "Note: 2*3 = 6, **Answer: Paris**",
             "Answer: Paris\n\nAnswer:",
+            "Answer: Paris. Answer:",
+            "Answer: Paris\n**Answer:**",
             '"Answer: Paris"',
         )
     ),
+    ("exact", "Rome", "Answer: Rome\nNo.\nAnswer:\nParis", False),
     ("exact", "5'", "Answer: 5'", True),
     ("exact", "5'", '**Answer: 5"**', False),
     ("exact", "C*", "**Answer:** C*", True),

@@ -461,3 +461,15 @@ def test_unknown_methods():
         load_objective("fyre")
     with pytest.raises(ValueError, match="could not be loaded"):
         load_objective("no_such_module:Thing")
+
+
+def test_rollouts_whose_states_are_held_at_once():
+    rollouts = random_world([[(3, False), (5, False)], [(0, False), (4, True)]]).rollouts
+    sizes = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
+    for tokens in (1, sizes[0], sizes[0] + sizes[1], sum(sizes) - 1, sum(sizes)):
+        parts = list(batches.in_parts(rollouts, tokens))
+        assert [r for part in parts for r in part] == rollouts and all(parts)
+        held = [sum(len(r.prompt_ids) + len(r.response_ids) for r in part) for part in parts]
+        assert all(size <= tokens or len(part) == 1 for size, part in zip(held, parts, strict=True))
+        assert all(a + len(b[0].prompt_ids) + len(b[0].response_ids) > tokens for a, b in zip(held, parts[1:], strict=False))
+    assert list(batches.in_parts([])) == []

@@ -488,7 +488,7 @@ def test_a_run_that_a_callback_ends_is_complete_and_can_be_resumed(event, step, 
     t.train()
     assert newest_checkpoint(run).name == f"checkpoint-{step}" and (run / "adapter").is_dir()
     assert [row["step"] for row in read_jsonl(run / "evals.jsonl")] == [0, step]
-    assert json.loads((run / "finished.json").read_text()) == {"step": step}
+    assert json.loads((run / "finished.json").read_text()) == {"step": step} and not t.evaluation_due
     assert train(model, run, "fire", 4).state.global_step == 4
     assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3, 4]
 
@@ -498,13 +498,12 @@ def test_a_run_that_a_callback_ends_is_complete_and_can_be_resumed(event, step, 
 )
 def test_a_run_that_a_callback_ends_within_a_step_completes_the_step(method, event, model, tmp_path):
     run = tmp_path / "run"
-    changes = {"gradient_accumulation_steps": 2, "eval_steps": 2}
+    changes = {"gradient_accumulation_steps": 2, "eval_steps": 1}
     t = SelfDistillTrainer(args=killable_config(model, run, method, 4, **changes), task=RandomTask())
-    t.add_callback(Ending(event, 1))
+    t.add_callback(Ending(event, 2))
     t.train()
-    assert newest_checkpoint(run).name == "checkpoint-2" and json.loads((run / "finished.json").read_text()) == {"step": 2}
-    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2]
-    assert [row["step"] for row in read_jsonl(run / "evals.jsonl")][-1] == 2
+    assert newest_checkpoint(run).name == "checkpoint-3" and json.loads((run / "finished.json").read_text()) == {"step": 3}
+    assert [row["step"] for row in read_jsonl(run / "metrics.jsonl")] == [1, 2, 3]
     again = SelfDistillTrainer(args=killable_config(model, run, method, 4, **changes), task=RandomTask())
     again.train()
     whole = SelfDistillTrainer(args=killable_config(model, tmp_path / "whole", method, 4, **changes), task=RandomTask())

@@ -538,6 +538,26 @@ def test_an_optimizer_of_other_parameters_is_refused(config):
         SelfDistillTrainer(model, config(), processing_class=byte_tokenizer(), optimizers=(optimizer, None))
 
 
+def test_a_schedule_that_follows_evaluations_is_refused(config):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(
+        ValueError, match="the schedule is a ReduceLROnPlateau, which follows a metric of evaluations: pass one"
+    ):
+        SelfDistillTrainer(random_model(), config(), processing_class=byte_tokenizer(), optimizers=(optimizer, schedule))
+
+
+def test_the_rate_of_a_step_is_the_largest_of_the_optimizer(config):
+    """As that of the run, whatever the order of the groups."""
+    model = add_lora(random_model())
+    first, *others = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(1e-3)}, {"params": others, "lr": 3e-3}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    trainer = SelfDistillTrainer(model, config(), processing_class=byte_tokenizer(), optimizers=(optimizer, schedule))
+    trainer.train()
+    assert trainer.last_metrics["learning_rate"] == pytest.approx(3e-3) == trainer.args.learning_rate
+
+
 def test_a_teacher_that_does_not_fit_names_its_own_options(config, checkpoint, monkeypatch):
     def loads(name, **options):
         with explain_errors(name, "weights"):

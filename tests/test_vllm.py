@@ -220,6 +220,8 @@ def test_scratch_folders_are_in_memory_where_they_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(weights.tempfile, "gettempdir", lambda: str(elsewhere))
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=64 * 2**20))
     assert weights.scratch_folder(2**20).parent == in_memory and weights.scratch_folder(2**30).parent == elsewhere
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    assert weights.scratch_folder(2**20).parent == elsewhere, "the other processes write as much"
 
 
 # ---- Heads of a size that vLLM does not support on CPUs ----------------------------------------------------------------------
@@ -916,6 +918,14 @@ def test_auto_takes_vllm_where_it_is_installed_and_fits(model, folder, tmp_path,
         patched.setattr(load, "has_bfloat16", lambda device: device.type != "cuda")
         patched.setattr(load, "free_memory", lambda device: 1e12)
         assert load.choose_engine(model, args) == "hf" and "does not emulate bfloat16" in caplog.text
+        patched.setattr(load, "has_bfloat16", lambda device: True)
+        copy = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+        patched.setattr(load, "unused_memory", lambda device: 1e12 if device.type == "cpu" else 0.0)
+        one = load.cache_bytes(model.config, torch.bfloat16, load.engine_context(model, args), 1)
+        patched.setattr(load, "free_memory", lambda device: 2.3 * copy + one)  # the cache is given what is free
+        assert load.choose_engine(model, args) == "vllm"
+        patched.setattr(load, "unused_memory", lambda device: copy - 1)
+        assert load.choose_engine(model, args) == "hf" and "while vLLM sleeps, its weights take" in caplog.text
     with monkeypatch.context() as patched:
         patched.setattr(load, "gather_object", lambda reasons: [*reasons, "vLLM is not installed there"])
         assert load.choose_engine(model, args) == "hf" and "not installed there" in caplog.text, "on another host"

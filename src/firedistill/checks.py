@@ -129,7 +129,7 @@ def preflight(
 
     Raises:
         ValueError: settings, model, tokenizer, task or examples are invalid or do not fit together; the message says what to change.
-        TypeError: `processing_class` is no tokenizer, or the examples cannot be iterated.
+        TypeError: `processing_class` is not a tokenizer, or the examples cannot be iterated.
         ImportError: a package that the settings need is not installed.
     """
     setup = load_setup(

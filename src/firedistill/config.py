@@ -259,8 +259,8 @@ class SelfDistillConfig(TrainingArguments):
     )
     attn_implementation: str | None = model_setting(
         None,
-        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...), or 'firedistill', the package's own, which in "
-        "bfloat16 computes it by matrix products; by default 'firedistill' on CPUs and for float32, else sdpa.",
+        "Attention by its name in transformers (sdpa, eager, flash_attention_2, ...), or 'firedistill', the package's own, which "
+        "computes bfloat16 attention by matrix products; by default 'firedistill' on CPUs and for float32, else sdpa.",
         effect="rounding",
     )
     fsdp_size: int | None = model_setting(
@@ -854,7 +854,7 @@ UNUSED = {
     "fsdp_config": "fsdp_size spreads the base model",
 }
 
-# Optimizers that would not make the step of docs/how-a-step-works.md, by patterns of their names.
+# Optimizers that a run cannot use, by patterns of their names.
 UNSUPPORTED_OPTIMIZERS = {
     "schedule_free_.*": "it evaluates and saves other weights than those that it trains, and the trainer does not switch between them",
     "galore_.*|apollo_.*|adamw_anyprecision|adamw_torch_[48]bit": "checkpoints cannot hold its state",

@@ -18,7 +18,7 @@ from firedistill.config import SelfDistillConfig
 from firedistill.memory import SMALLER_EVALUATIONS, explained_memory, scoring_limit
 from firedistill.models.sharding import gather
 from firedistill.models.states import is_sharded, unwrap
-from firedistill.objectives.batches import frozen_states, map_tokens
+from firedistill.objectives.batches import frozen_states, in_parts, map_tokens
 from firedistill.objectives.distributions import entropy
 from firedistill.ops import Head
 from firedistill.prompts import PromptEncoder, TokenBudget
@@ -166,8 +166,9 @@ def evaluate_samples(
 def gather_rollouts(
     model: nn.Module, rollouts: Sequence[Rollout], examples: Sequence[Example], args: SelfDistillConfig
 ) -> list[Rollout]:
-    """The rollouts of all processes. `prompt_index` of a rollout is the position in the share of its process."""
-    sent = [(args.process_index + r.prompt_index * args.world_size, r.without_example()) for r in rollouts]
+    """The rollouts of all processes, without log-probabilities. `prompt_index` is the position in the share of a rollout's process."""
+    plain = [replace(r, response=replace(r.response, log_probs=None)) for r in rollouts]
+    sent = [(args.process_index + r.prompt_index * args.world_size, r.without_example()) for r in plain]
     return [replace(rollout, example=examples[position]) for position, rollout in gather(model, sent)]
 
 
@@ -177,9 +178,9 @@ def entropy_sums(model: nn.Module, rollouts: Sequence[Rollout], max_tokens: int)
     limit = scoring_limit(max_tokens, adjustable=not is_sharded(unwrap(model)))
     ordered = sorted(rollouts, key=lambda rollout: len(rollout.prompt_ids) + len(rollout.response_ids))
     for start in range(0, len(ordered), ROLLOUTS_PER_SCORING):
-        states = frozen_states(model, ordered[start : start + ROLLOUTS_PER_SCORING], limit)
-        for values in map_tokens(head, states, lambda logits, chunk: entropy(logits)):
-            total += float(values.double().sum())
+        for part in in_parts(ordered[start : start + ROLLOUTS_PER_SCORING]):
+            for values in map_tokens(head, frozen_states(model, part, limit), lambda logits, chunk: entropy(logits)):
+                total += float(values.double().sum())
     return total, sum(len(rollout.response_ids) for rollout in rollouts)
 
 

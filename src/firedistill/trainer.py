@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -139,7 +140,7 @@ class SelfDistillTrainer(ResumableTrainer):
 
     Raises:
         ValueError: settings, model, tokenizer, task or examples are invalid or do not fit together; the message says what to change.
-        TypeError: `processing_class` is no tokenizer, or the examples cannot be iterated.
+        TypeError: `processing_class` is not a tokenizer, or the examples cannot be iterated.
         ImportError: a package that the settings need is not installed.
     """
 
@@ -166,6 +167,11 @@ class SelfDistillTrainer(ResumableTrainer):
         if warm != issubclass(self.config_class, WarmStartConfig):
             kind, use = type(self).__name__, "WarmStartTrainer" if warm else self.config_class.__name__
             raise ValueError(f"{kind} does not fit args, which is a {type(args).__name__}: use {use}")
+        if optimizers[1] is not None and "metrics" in signature(optimizers[1].step).parameters:
+            raise ValueError(
+                f"the schedule is a {type(optimizers[1]).__name__}, which follows a metric of evaluations: pass one that depends on "
+                "the step, such as LambdaLR"
+            )
         self.setup = load_setup(
             args,
             model=model,

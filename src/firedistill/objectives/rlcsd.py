@@ -31,7 +31,7 @@ from firedistill.config import TeacherKind
 from firedistill.metrics import Metrics
 from firedistill.models.states import positions
 from firedistill.objectives.base import Objective, setting
-from firedistill.objectives.batches import MicroBatch, Step, sampled_log_probs, token_log_probs
+from firedistill.objectives.batches import MicroBatch, Step, token_log_probs
 from firedistill.objectives.distributions import entropy
 from firedistill.objectives.registry import register
 from firedistill.objectives.srpo import verdict_advantages
@@ -146,8 +146,7 @@ class RLCSD(Objective):
             if variants and fits:
                 hinted += variants
                 owners.append((rollout, len(variants)))
-        states = step.teacher.full(hinted, keep=False)
-        found = iter(values.double() for values in sampled_log_probs(step.teacher.head, states, hinted))
+        found = map(Tensor.double, step.teacher_log_probs(hinted))
         return {rollout: contrast(next(found), [next(found) for _ in range(count - 1)]) for rollout, count in owners}
 
     def loss(self, batch: MicroBatch) -> tuple[Tensor, Metrics]:

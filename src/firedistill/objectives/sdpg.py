@@ -25,7 +25,7 @@ from torch import Tensor
 from firedistill.metrics import Metrics
 from firedistill.models.states import unwrap
 from firedistill.objectives.base import Objective, setting
-from firedistill.objectives.batches import MicroBatch, Step, frozen_states, sampled_log_probs, token_log_probs
+from firedistill.objectives.batches import MicroBatch, Step, frozen_states, in_parts, sampled_log_probs, token_log_probs
 from firedistill.objectives.distributions import entropy, reverse_kl
 from firedistill.objectives.registry import register
 from firedistill.objectives.srpo import verdict_advantages
@@ -84,7 +84,8 @@ class SDPG(Objective):
         causal_lm = unwrap(step.model)
         head = Head.of(causal_lm, step.head.temperature, self.reference.values_for(causal_lm.get_output_embeddings()))
         with step.metrics.timed("seconds_score", step.teacher.device), self.reference.applied():
-            return sampled_log_probs(head, frozen_states(step.model, step.rollouts, step.teacher.limit), step.rollouts)
+            limit, parts = step.teacher.limit, in_parts(step.rollouts)
+            return [v for part in parts for v in sampled_log_probs(head, frozen_states(step.model, part, limit), part)]
 
     def prepare(self, step: Step) -> tuple[list[Prepared], Metrics]:
         metrics, reference = Metrics(), self.reference_log_probs(step)

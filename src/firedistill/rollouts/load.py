@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 from firedistill.config import SelfDistillConfig
-from firedistill.memory import BatchLimit, free_memory
+from firedistill.memory import BatchLimit, free_memory, unused_memory
 from firedistill.metrics import Metrics
 from firedistill.models.attention import has_bfloat16
 from firedistill.models.states import positions, unwrap
@@ -79,11 +79,15 @@ def choose_engine(model: PeftModel, args: SelfDistillConfig) -> str:
     except (AdapterError, PaddingError) as error:
         reason = str(error)
     if reason is None:
-        sequences = max(args.rollout_batch_size, args.eval_batch_size)
+        sequences = (
+            max(args.rollout_batch_size, args.eval_batch_size) if args.device.type == "cpu" else 1
+        )  # a GPU's cache shrinks
         copy = sum(p.nbytes for p in base.parameters() if not p.requires_grad)
         need = 2.2 * copy + cache_bytes(base.config.get_text_config(), base.dtype, engine_context(model, args), sequences)
         free = free_memory(args.device)
-        if need > free:
+        if args.device.type == "cuda" and copy > (host := unused_memory(torch.device("cpu"))):
+            reason = f"while vLLM sleeps, its weights take {copy / 1e9:.1f} GB of the host's memory, and {host / 1e9:.1f} GB are free"
+        elif need > free:
             reason = (
                 f"two copies of the model and vLLM's cache take about {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
             )

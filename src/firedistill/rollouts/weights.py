@@ -142,9 +142,11 @@ def scratch_folder(size: int) -> Path:
     Containers and hosts may share the place. Folders of processes that this one cannot see are left alone.
 
     Args:
-        size: bytes that it will hold. In containers, the place in memory often has 64 MB.
+        size: bytes that it will hold, as those of the other processes of this host will. In containers, the place in memory often
+            has 64 MB.
     """
-    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > size * processes
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
     prefix = f"firedistill-rollouts-{socket.gethostname()}-{pid_namespace()}-"
     for folder in place.glob(f"{prefix}*-*"):

@@ -154,6 +154,7 @@ class ResumableTrainer(Trainer):
                 remove_run(run, keep_replies=identity.meaning(wanted) is not False)
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
+        gather_object([None])  # nothing of the run that is replaced is read
         self.begin_run(step)
         self.remove_callback(self.stop)
         self.add_callback(self.stop)  # the last one: any other may end the run

@@ -165,9 +165,12 @@ class StopRequest(TrainerCallback):
 
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step and self._requested():
-            control.should_save = control.should_training_stop = True
-        elif state.global_step and control.should_training_stop:  # by a callback that stops early
+            control.should_save = control.should_training_stop = self._ending = True
+        elif state.global_step and (
+            control.should_training_stop or control.should_epoch_stop
+        ):  # by a callback that stops early
             control.should_save = args.save_strategy != "no"
+            control.should_training_stop = self._ending = True
 
     def _requested(self) -> bool:
         """Whether any process has recorded a signal; called by all of them together."""

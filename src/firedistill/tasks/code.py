@@ -46,7 +46,7 @@ PROMPT_COLUMNS, TEST_COLUMNS, SOLUTION_COLUMNS = (
     ("solution", "canonical_solution", "code"),
 )
 
-_OPENING = re.compile(r"([ \t]*)(`{3,8}+)[^`]*|.*?```\w[^`\s]*\s*")  # a line; after other text, it must name a language
+_OPENING = re.compile(r"([ \t]*)(`{3,8}+)[^`]*|.*?(`{3,8}+)\w[^`\s]*\s*")  # a line; after other text, it must name a language
 _NEXT_FENCE = re.compile(r"([ \t]*)(`{3,8}+)(?!`)(\w[^`\s]*\s*$)?")  # with the language that it names
 _CALLABLE = re.compile(r"[^\W\d]\w*(?:\(\))?(?:\.[^\W\d]\w*)*(?<!\))")  # add, or Solution().add
 _COMPARISONS = {
@@ -316,7 +316,7 @@ def fenced_blocks(response: str) -> list[tuple[str, bool]]:
             if fence[3] is None:
                 continue
         if opening := _OPENING.fullmatch(line):
-            lines, indent, ticks = [], opening[1] or "", len(opening[2] or "```")
+            lines, indent, ticks = [], opening[1] or "", len(opening[2] or opening[3])
     return blocks if lines is None else [*blocks, ("\n".join(lines), False)]
 
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from firedistill.tasks.answers.numbers import count_numbers, find_numbers
+from firedistill.tasks.answers.numbers import HASH_MARKER, count_numbers, find_numbers
 from firedistill.tasks.types import Example, FeedbackField, Verdict
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ def format_issues(marker: str, response: str) -> list[str]:
 
 def count_markers(marker: str, text: str) -> int:
     """How often a marker stands in a text; `#####` is a heading, not `####`."""
-    around = re.escape(marker[:1]) if marker == "####" else "(?!)"
-    return len(re.findall(f"(?<!{around}){re.escape(marker)}(?!{around})", text)) if marker else 0
+    if marker == "####":
+        return len(HASH_MARKER.findall(text))
+    return text.count(marker) if marker else 0
 
 
 def _line(title: str, items: Sequence[str]) -> str:

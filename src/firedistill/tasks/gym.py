@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from firedistill.tasks.answers.numbers import lenient_numeric_correct, numeric_equal, read_numeric
+from firedistill.tasks.answers.numbers import HASH_MARKER, lenient_numeric_correct, numeric_equal, read_numeric
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.kinds import unmarked
 from firedistill.tasks.sources import DataError, refuse_data, text_field
@@ -246,7 +246,9 @@ def _is_literal(answer: str) -> bool:
 
 def _answer_text(response: str, several_lines: bool) -> str | None:
     """The text after the last `####` that has any: to the end of its line, or of the response if the gold has several lines."""
-    before, marker, rest = response.rpartition("####")
-    while marker and not (text := rest if several_lines else rest.split("\n")[0]).strip():
-        before, marker, rest = before.rpartition("####")
-    return unmarked(text, before) or None if marker else None
+    end = len(response)
+    for marker in reversed(list(HASH_MARKER.finditer(response))):
+        rest, end = response[marker.end() : end], marker.start()
+        if (text := rest if several_lines else rest.split("\n")[0]).strip():
+            return unmarked(text, response[response.rfind("\n", 0, end) + 1 : end]) or None
+    return None

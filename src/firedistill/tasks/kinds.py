@@ -27,6 +27,7 @@ MAX_ANSWER_CHARACTERS = 20_000
 _PAIRS = {mark: mark for mark in "*_`\"'"}  # markdown and quotation marks, with those that may close them
 _PAIRS |= {"“": "”", "‘": "’", "„": "“”", "‚": "‘’", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』"}
 _NOT_COMPARED = {**dict.fromkeys(INVISIBLE), ord("。"): "."}
+_BLANK = ' *_`"\t\r'
 _MARKS = re.compile(r"([*_`\"])\1*+|[\u201c\u201d]")
 _SUPERSCRIPTS = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _BEFORE_JSON = re.compile(r"(?:```(?:json\b|[A-Za-z]+(?=[ \t\r]*\n))?|[\s*_`])*+", re.IGNORECASE)
@@ -254,13 +255,15 @@ def _text(value: Any, subject: str) -> str:
 
 
 def final_line(response: str) -> str | None:
-    """What follows the last `Answer:` that is followed by text on its line; None without one."""
-    for line in reversed(response.split("\n")):
-        for marker in reversed(list(ANSWER_MARKER.finditer(line))):
-            text = unmarked(line[marker.end() :], line[: marker.end()])
-            if text.strip("*"):
-                return text
-    return None
+    """What follows the last `Answer:` on its line; None if nothing does. One at the end of the response, without text, is left out."""
+    *markers, last = [None, *ANSWER_MARKER.finditer(response)]
+    if last is not None and markers[-1] is not None and not response[last.end() :].strip(_BLANK):
+        response, last = response[: last.start()], markers[-1]
+    if last is None:
+        return None
+    before = response[: last.end()].rpartition("\n")[2]
+    line = unmarked(response[last.end() :].split("\n")[0], before)
+    return line if line.strip(_BLANK) else None
 
 
 def unmarked(text: str, before: str) -> str:
@@ -280,7 +283,7 @@ def _open_marks(line: str) -> str:
         mark, after = run[0].replace("\u201d", "\u201c"), line[run.end() : run.end() + 1]
         if opened and opened[-1] == mark:
             opened.pop()
-        elif not line[: run.start()][-1:].isalnum() and (len(mark) > 1 or not after.isspace()):
+        elif not line[max(run.start() - 1, 0) : run.start()].isalnum() and (len(mark) > 1 or not after.isspace()):
             opened.append(mark)
     return "".join(opened)
 

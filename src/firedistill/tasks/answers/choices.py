@@ -30,8 +30,8 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
 
     The answer is the last `Answer: X` whose X is a label: alone, or followed by its bracket, punctuation, or the option's own
     text. Without one, the last line that consists of a label, or the last `option X` or `(X)`, is extracted: after the last
-    `Answer:` with any text, if there is one, or where this text is `option X`. A letter in prose is never an answer: "a" and "I" are
-    English words.
+    `Answer:` with any text, if there is one, or where this text is `option X`, `the answer is X` or `(X) because ...`. A letter in
+    prose is never an answer: "a" and "I" are English words.
 
     Args:
         labels: the labels of this example; any other letter is not an answer.
@@ -44,10 +44,10 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
             if label is not None:
                 return Answer(label, True)
     for number, line in reversed(list(enumerate(lines))):
-        if content := next(filter(str.strip, reversed(ANSWER_MARKER.split(line)[1:])), None):
-            option = _OPTION.match(content)
-            named = _leading_label(content[option.end() :], labels, options) if option else None
-            return Answer(_mentioned_label(lines[number + 1 :], labels) or named, False)
+        for content in reversed(ANSWER_MARKER.split(line)[1:]):
+            if content.strip(_BLANK):
+                named = _named_option(content, labels, options)
+                return Answer(_mentioned_label(lines[number + 1 :], labels) or named, False)
     return Answer(_mentioned_label(lines, labels), False)
 
 
@@ -61,7 +61,14 @@ def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequen
 
 
 _MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
-_OPTION = re.compile(r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?option(?!\w)[\s*_`:]{0,8}+", re.IGNORECASE)
+_BLANK = ' *_`"\t\r'
+_OPTION = re.compile(
+    r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?(?:option|choice|answer)(?!\w)(?:\s{1,3}+is(?!\w))?+[\s*_`:]{0,8}+",
+    re.IGNORECASE,
+)
+_REASONED = re.compile(
+    r"[\s*_`(\[]{0,8}+(\w{1,8}+)(?!\w)[)\]*_`:]{0,4}+\s{1,8}+(?:is|was|as|because|since)(?!\w)", re.IGNORECASE
+)
 _SECOND_ROMAN = re.compile(r"\(\s?ii\s?\)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
@@ -70,11 +77,11 @@ _CHOICE_PHRASE = re.compile(
 _VERB = re.compile(r"\s{1,8}+(?:is|was|as|because|since)(?!\w)")
 _WORD = re.compile(r"\w{1,8}+(?!\w)")
 _JOINER = re.compile(r"[\s)*\],/&]{1,8}+(?:(?:or|and)(?!\w))?+[\s(*\[]{0,8}+", re.IGNORECASE)
-_LETTERS = re.compile(r"[^\W\d_]++")
 _NEXT_LETTER = re.compile(r"\s{0,8}+[^\W\d_]")
-_ALTERNATIVE = re.compile(r"[\s*_`)(]{0,8}+(?:,?\s{0,3}+(?:or|and)(?!\w)|[,/&])[\s*_`)(]{0,8}+", re.IGNORECASE)
+_ALTERNATIVE = re.compile(r"[\s*_`)(]{0,8}+(?:,?\s{0,3}+(?:or|and)(?!\w)|[/&]|(,))[\s*_`)(]{0,8}+", re.IGNORECASE)
 _OPENERS = " ([<\"'*$#"
-_CLOSERS = " )]>.,;:!?\"'*$\\\u2026\u2705\u2713\u2714\x00"
+_CLOSERS = " )]>.,;:!?\"'*$\\\u2026\x00"
+_CHECK_MARKS = "\u2705\u2713\u2714"
 
 
 def _label_named(text: str, labels: Sequence[str]) -> str | None:
@@ -89,7 +96,8 @@ def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) 
     if label is None:
         return None
     rest = text[len(label) :]
-    remainder = rest.strip(_CLOSERS).lstrip(_OPENERS)
+    marked = any(set(option).intersection(_CHECK_MARKS) for option in options)
+    remainder = rest.strip(_CLOSERS + ("" if marked else _CHECK_MARKS)).lstrip(_OPENERS)
     if not remainder.strip("-\u2014 "):
         return label
     if text[0].islower() and rest[0] == " " and any(_same_option(text, option) for option in options):
@@ -98,7 +106,24 @@ def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) 
     if own_text is None:
         return label if rest[0] in ")].:" and not _names_a_label(remainder, labels) else None
     undashed = remainder.removeprefix("- ").removeprefix("\u2014").removeprefix("= ")
-    return label if any(_same_option(found, own_text) for found in (remainder, undashed)) else None
+    for found in (remainder, undashed):
+        if _comparable(found) == _comparable(clean(to_ascii(own_text))) != "":
+            return label
+        if _same_option(found, own_text):  # by its number, which other options may have: "100% red" and "100% pink"
+            return label if sum(_same_option(found, option) for option in options) == 1 else None
+    return None
+
+
+def _named_option(content: str, labels: Sequence[str], options: Sequence[str]) -> str | None:
+    """The label of a text like `option X`, `the answer is X` or `(X) because ...`; None if others are mentioned as well."""
+    start = _OPTION.match(content)
+    rest = content[start.end() :] if start else content
+    if not start and not rest.lstrip(_BLANK).startswith("("):
+        return None
+    reasoned = _REASONED.match(rest)
+    label = _leading_label(rest, labels, options) or (_label_named(reasoned[1], labels) if reasoned else None)
+    mentioned = {_mention(match, labels) for match in _MENTION.finditer(content)} - {None, label}
+    return None if mentioned else label
 
 
 def _names_a_label(text: str, labels: Sequence[str]) -> bool:
@@ -110,9 +135,8 @@ def _same_option(found: str, option: str) -> bool:
     option = clean(to_ascii(option))
     if _comparable(found) == _comparable(option):
         return _comparable(found) != ""
-    values, words = stated_values(found), [_LETTERS.findall(text.lower()) for text in (found, option)]
-    same_words = words[0] == words[1] or [] in words  # 21.5 is "21.5 km"; "100% red" is not "100% pink"
-    return same_words and values is not None and len(values) == 1 and values == stated_values(option)
+    values = stated_values(found)
+    return values is not None and len(values) == 1 and values == stated_values(option)
 
 
 def _comparable(cleaned: str) -> str:
@@ -121,17 +145,19 @@ def _comparable(cleaned: str) -> str:
 
 def _mentioned_label(lines: Sequence[str], labels: Sequence[str]) -> str | None:
     """The label of the last line that consists of one, or of the last `option X` or `(X)`, whichever comes later."""
-    if any(map(_SECOND_ROMAN.search, lines)):  # "statements (i) and (ii)"
-        labels = [label for label in labels if label != "I"]
+    roman = any(map(_SECOND_ROMAN.search, lines))  # "statements (i) and (ii)"
+    in_brackets = [label for label in labels if not (roman and label == "I")]
     for line in reversed(lines):
         alone = _lone_label(line, labels)
         if alone is not None:
             return alone
-        mentions = [(label, match) for match in _MENTION.finditer(line) if (label := _mention(match, labels)) is not None]
+        mentions = [(label, match) for match in _MENTION.finditer(line) if (label := _mention(match, in_brackets)) is not None]
         if mentions:
             label, last = mentions[-1]
             for other, match in mentions[-2:-1]:
-                if other != label and _ALTERNATIVE.fullmatch(line[match.end() : last.start()][:40]):
+                joined = _ALTERNATIVE.fullmatch(line[match.end() : last.start()][:40])
+                # "(A), (B)", but not "unlike option A, option B fits"
+                if other != label and joined and not (joined[1] and re.search(r"\w", line[last.end() :])):
                     return None
             return label
     return None

@@ -100,7 +100,7 @@ def count_numbers(text: str) -> int:
 
 # Answer lines
 
-_MARKER = re.compile(r"(?<!#)####(?!#)")
+HASH_MARKER = re.compile(r"(?<!#)####(?!#)")
 _CANONICAL = re.compile(r"-?[0-9]{1,5000}+(?:[/.][0-9]{1,5000}+)?+")
 _DAYTIME = re.compile(r"(?<![A-Za-z])([ap])\. ?m(?![A-Za-z])\.?")
 _SPACED_JOINER = re.compile(r"(?<=[0-9]) ?([:-]) ?(?=[0-9])")
@@ -109,7 +109,7 @@ _SPACED_JOINER = re.compile(r"(?<=[0-9]) ?([:-]) ?(?=[0-9])")
 def _marked_content(plain: str) -> str | None:
     """The text after the last `####` that has any on its line, cleaned. Markup and blanks do not count."""
     for line in reversed(plain.split("\n")):
-        for content in reversed(_MARKER.split(line)[1:]):
+        for content in reversed(HASH_MARKER.split(line)[1:]):
             cleaned = clean(content)
             if cleaned.strip("*"):
                 return cleaned
@@ -174,7 +174,7 @@ _TOKEN = re.compile(
 )
 _OPERATORS = frozenset("+-*/^·×÷")
 _MEANINGFUL = _OPERATORS | frozenset("=:")  # other symbols decorate, except those that change the number beside them:
-_FOREIGN = frozenset("^<>|√±∞≤≥≠")
+_FOREIGN = frozenset("^<>|√±∞≤≥≠∤")  # the last one from `clean`, for a fraction of other things than numbers
 _FOREIGN_WORDS = frozenset(["sqrt", "log", "ln", "sin", "cos", "tan", "pi", "π", "infty", "infinity", "half", "halves", "not"])
 _HEADING_WORDS = frozenset(["step", "part", "case", "section", "question", "problem", "example"])
 _MAGNITUDES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}

@@ -76,24 +76,24 @@ def clean(text: str) -> str:
     if "<" in text:
         whole = _ANGLE_BRACKETS.fullmatch(text)
         text = whole[1] if whole else _TAG.sub(" ", CALCULATOR_MARK.sub(" ", text))
-    text = _GROUPS.sub(",", text)
+    text = _GROUPS.sub(",", text.replace("{,}", ","))
     if "\\" in text:
         text = text.replace(",\\!", ",").replace("\\$", "$").replace("\\%", "%")
         text = _DEGREES.sub("°", text)
         text = _SIGN_COMMAND.sub(lambda match: _SIGNS[match[1]], text)
         text = _WRAPPER_COMMAND.sub(" ", text)
         text = text.replace("}^", "^")  # \text{cm}^2
-        text = _FRACTION_COMMAND.sub(_plain_fraction, text.replace("{,}", ","))
-    text = _BRACED_POWER.sub(r"^\1", text.replace("{,}", ",").replace("!=", "≠")).translate(_MARKUP)
+        text = _FRACTION_COMMAND.sub(_plain_fraction, text)
+    text = _BRACED_POWER.sub(r"^\1", text.replace("!=", "≠")).translate(_MARKUP)
     text = _EMPHASIS.sub(r" \1 ", _BOLD.sub(" ", text))
     return " ".join(_ARROW.sub(" = ", text).split())
 
 
 def _plain_fraction(match: re.Match[str]) -> str:
-    """`3/4`; a root sign, which is not a number, where a part is not one."""
+    """`3/4`; a sign that no number has where a part is not one."""
     sign, numerator, digit, other_sign, denominator, other_digit = match.groups()
     if not (numerator or digit):
-        return " √ "
+        return " ∤ "
     minus = "-" if (sign == "-") != (other_sign == "-") else ""
     return f" {minus}{numerator or digit}/{denominator or other_digit} "
 
