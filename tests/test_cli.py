@@ -23,6 +23,7 @@ from firedistill import FeedbackField, SelfDistillConfig, SelfDistillTrainer, Ve
 from firedistill.attribution import Inspection, Inspector
 from firedistill.cli import main as cli
 from firedistill.cli import names
+from firedistill.cli import train as training
 from firedistill.cli.arguments import parse_settings
 from firedistill.cli.inspect import config_for, inspect_command, options_read, print_inspection
 from firedistill.coerce import built_in_names, coerce, describe
@@ -354,6 +355,16 @@ def test_a_value_out_of_range_names_option_and_range(settings, complaint):
     with pytest.raises(ValueError) as caught:
         SelfDistillConfig(use_cpu=True, **settings)
     assert str(caught.value).startswith(complaint)
+
+
+@pytest.mark.parametrize(("status", "backend", "ended"), [(0, "cuda:nccl", 1), (143, "cuda:nccl", 0), (143, "cpu:gloo", 1)])
+def test_a_process_that_ends_alone_leaves_nccl_to_the_interpreter(status, backend, ended, monkeypatch):
+    calls = []
+    monkeypatch.setattr(training, "_train", lambda *_: status)
+    monkeypatch.setattr(training, "end_process_group", lambda: calls.append(1))
+    monkeypatch.setattr(training.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(training.dist, "get_backend_config", lambda: backend)
+    assert training.train_command([], None) == status and len(calls) == ended
 
 
 def test_deepspeed_of_the_launcher_excludes_policy_step_radius(monkeypatch):

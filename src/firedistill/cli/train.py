@@ -41,7 +41,9 @@ def warmstart_command(arguments: Sequence[str], console: Console) -> int:
 def run_training(trainer_class: type[SelfDistillTrainer], arguments: Sequence[str], console: Console, command: str) -> int:
     """Run `train` or `warmstart` and end the process group; returns the exit status."""
     status = _train(trainer_class, arguments, console, command)
-    if dist.is_available() and dist.is_initialized():  # after an error, it could wait for processes that have ended
+    # After an error, it could wait for processes that have ended. A process whose step was dropped ends alone, and NCCL would wait for
+    # the others.
+    if dist.is_available() and dist.is_initialized() and (status == 0 or "nccl" not in dist.get_backend_config()):
         end_process_group()
     return status
 
