@@ -324,6 +324,7 @@ class Curious(Objective):
 
     def prepare(self, step):
         self.step, self.batches = step, []
+        self.seeds = [*getattr(self, "seeds", []), step.seed]
         return [rollout.prompt_index for rollout in step.rollouts], Metrics()
 
     def loss(self, batch: MicroBatch):
@@ -357,6 +358,7 @@ def test_what_a_method_is_given(checkpoint, tmp_path):
     run = short_run(checkpoint, tmp_path / "run", method="curious", warmup_steps=0, lr_scheduler_type="constant", **changes)
     step, batches = run.trainer.objective.step, run.trainer.objective.batches
     assert (step.prompts, step.progress, len(step.rollouts)) == (4, 1.0, 4)
+    assert len(set(run.trainer.objective.seeds)) == 3, "every step has its own draws"
     assert [len(batch.rollouts) for batch in batches] == [2, 2]
     for batch in batches:
         assert list(batch.prepared) == [rollout.prompt_index for rollout in batch.rollouts]
@@ -653,9 +655,9 @@ def test_the_distributions_of_the_loss_have_the_temperature_of_the_setting(check
     with torch.no_grad():
         logits = trainer.model(torch.tensor([[*prompt, *ids]], device=trainer.model.device)).logits[0, -4:-1].cpu()
     plain, warm = (z.log_softmax(-1)[torch.arange(3), torch.tensor(ids)] for z in (logits, logits / 2))
-    response = Response(ids, "xyz", True, plain.tolist())
+    response = Response(ids, "xyz", True, (plain + 0.5).tolist())
     trainer.rollout_engine = SimpleNamespace(generate=lambda prompts, *arguments: [response] * len(prompts))
     trainer.train()
     (row,) = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert row["loss"] == pytest.approx(-warm.mean().item(), rel=1e-4)
-    assert row["rollout_kl"] == pytest.approx(0, abs=1e-4) and trainer.teacher.head.temperature == 2.0
+    assert row["rollout_kl"] == pytest.approx(0.5, abs=1e-4) and trainer.teacher.head.temperature == 2.0

@@ -482,6 +482,7 @@ class Server(ThreadingHTTPServer):
         requests: number of requests by path.
         completions: the bodies of the requests for completions.
         longest: tokens at which it ends every response.
+        change: applied to every choice that it answers with.
         faults: statuses, bytes, or None for a cut connection, that the next requests for completions get.
     """
 
@@ -489,7 +490,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.adapters: dict[str, bytes] = {}
         self.requests, self.faults, self.wrong_model, self.refuses_adapters = Counter(), [], False, ""
-        self.longest = 1000
+        self.longest, self.change = 1000, dict
         self.completions: list[dict] = []
         self.context, self.version, self.models = 4096, "0.32.0", None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
@@ -549,7 +550,7 @@ class Handler(BaseHTTPRequestHandler):
         ids = answer_of(body["prompt"], self.server.adapters[body["model"]])[: min(body["max_tokens"], self.server.longest)]
         name = "another" if self.server.wrong_model else body["model"]
         choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
-        self.answer(200, {"model": name, "choices": [choice]})
+        self.answer(200, {"model": name, "choices": [self.server.change(choice)]})
 
 
 def answer_of(prompt: list[int], adapter: bytes) -> list[int]:
@@ -785,6 +786,27 @@ def test_a_response_that_a_server_cuts_is_never_used(model, servers, tmp_path):
         engine_for(model, servers, tmp_path).generate(PROMPTS, Sampling(0.0, 1.0, 8), seed=0)
     found = engine_for(model, servers[:1], tmp_path).generate(PROMPTS, Sampling(0.0, 1.0, 2), seed=0)
     assert [len(response.token_ids) for response in found] == [2] * 3, "the limit of the request"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda choice: {"logprobs": choice["logprobs"]}, "answers without token ids or log-probabilities"),
+        (lambda choice: {"token_ids": choice["token_ids"]}, "answers without token ids or log-probabilities"),
+        (
+            lambda choice: choice | {"logprobs": {"token_logprobs": [-0.5]}},
+            "answered with 2 tokens and 1 log-probabilities, limit 2",
+        ),
+        (
+            lambda choice: {"token_ids": [5] * 3, "logprobs": {"token_logprobs": [-0.5] * 3}},
+            "answered with 3 tokens and 3 log-probabilities, limit 2",
+        ),
+    ],
+)
+def test_an_answer_that_is_not_what_was_asked_for_is_never_used(change, complaint, model, servers, tmp_path):
+    servers[0].change = change
+    with pytest.raises(RolloutError, match=complaint):
+        engine_for(model, servers[:1], tmp_path).generate(PROMPTS, Sampling(0.0, 1.0, 2), seed=0)
 
 
 def test_a_server_of_another_checkpoint_is_refused(model, servers, tmp_path):
