@@ -452,7 +452,8 @@ CHOICES = {
             "Answer: let us see.\n(B)", "Answer: the correct option (B).", "(i) and (ii) are false: (B)", "So it is (B).\n\nAnswer:",
             "So it is (B).\n\n**Answer:**", "Answer: The correct option is (B).", "Answer: Option B is correct",
             "Answer: Option (B): because", "Answer: Choice (B)", "Answer: The answer is (B).", "Answer: (B) because it fits",
-            "Unlike option A, option B fits.", "By eliminating (A), (B) is left.",
+            "Answer: The correct answer is option B.", "Answer: The answer is **option B**", "Reasoning.\nB \u2705",
+            "**Answer:**\n\n**B** \u2705", "Unlike option A, option B fits.", "By eliminating (A), (B) is left.",
             "A\nB", "B\nbecause of this", "(A) is wrong.\nIt is (B)", "Option (B)", "Ｂ", "（Ｂ）",
         ],
     ),
@@ -471,6 +472,9 @@ CHOICES = {
             "(A) is tempting.\nAnswer: Same meaning", "(A) is the distractor.\n\nAnswer: B because of this", "Answer: A or (B)",
             "Answer: not (B)", "(A), (B)", "(A)/(B)", "(A) & (B)", "option A, option B", "(A), or (B)",
             "Answer: option A is wrong, option B is right", "Answer: (C) because (B) fails",
+            "Answer: Option A is wrong, so B.", "Answer: (A) is incorrect; B is right", "Answer: Option A is not correct.",
+            "Answer: Option A is tempting but B is correct", "Answer: Option A as well as B", "(A), (B) are both correct.",
+            "Both (A), (B) fit",
             "ANSWER - B", "Answer: Same meaning", "Answer: E) 5",
         ],
     ),
@@ -522,6 +526,14 @@ def test_own_text_as_a_number_of_another_form():
     assert choice_answer("Answer: B) 1200", "AB", ["1,100", "$1,200.00"]) == Answer("B", True)
     assert choice_answer("Answer: A) 0.5", "AB", ["\\frac{1}{2}", "1/3"]) == Answer("A", True)
     assert choice_answer("Answer: B) 28", "AB", ["20 °C", "28 °C"]) == Answer("B", True)
+    assert choice_answer("Answer: b 21.5 km", "AB", ["20 km", "21.5 km"]) == Answer("B", True)
+    halves = ["50% decrease", "50% increase"]
+    for text in ("B \u2014 50% increase", "B = 50% increase", "B) 50%"):
+        assert choice_answer(f"Answer: {text}", "AB", halves) == Answer("B", True)
+    assert choice_answer("Answer: B) 50% decrease", "AB", halves) == Answer(None, False)
+    assert choice_answer("Answer: A) 5 oranges", "AB", ["5 apples", "6 apples"]) == Answer(None, False)
+    assert choice_answer("Answer: A \u2705", "AB", ["True \u2713", "False"]) == Answer("A", True)
+    assert choice_answer("Answer: (i) is true, (ii) is false", "ABCDEFGHIJ", list("0123456789")) == Answer(None, False)
     for text in ("100% red", "more than 100% pink"):
         assert choice_answer(f"Answer: A. {text}", "AB", ["100% pink", "100% red"]) == Answer(None, False)
     assert choice_answer("Answer: B) 21.5 kilometers", "AB", ["20 km", "21.5 km"]) == Answer("B", True)

@@ -596,6 +596,8 @@ VERDICTS = [
             "Note: 2*3 = 6, **Answer: Paris**",
             "Answer: Paris\n\nAnswer:",
             "Answer: Paris. Answer:",
+            "Answer: Paris\n\nAnswer:\n",
+            "Answer: Paris\nAnswer:\nAnswer:",
             "Answer: Paris\n**Answer:**",
             '"Answer: Paris"',
         )

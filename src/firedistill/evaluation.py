@@ -28,7 +28,7 @@ from firedistill.rollouts.sampler import Sampler, fitting_prompts
 from firedistill.tasks.task import Task
 from firedistill.tasks.types import Example
 
-ROLLOUTS_PER_SCORING = 64  # their hidden states are held at once
+ROLLOUTS_PER_SCORING = 64  # whose hidden states are held at once, at most
 
 
 @dataclass

@@ -40,8 +40,8 @@ class Part:
     Attributes:
         name: of the part and of its file.
         title: what it answers.
-        seconds: expected cost, without the start of a process. Three times as long is the limit (one minute at least), for
-            a part that is named the rest of the budget.
+        seconds: expected cost, without the start of a process. Three times as long is the limit (at least one
+            minute); for a part that is named, it is the rest of the budget.
         alone: it changes the state of its process, so that it gets one of its own.
     """
 

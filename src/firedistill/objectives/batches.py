@@ -51,6 +51,7 @@ class Step:
             with self.metrics.timed("seconds_score", self.teacher.device):
                 states = frozen_states(self.model, part, self.teacher.limit)
             found += sampled_log_probs(self.head, states, part)
+            del states  # before the next part is read
         return found
 
     def teacher_log_probs(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
@@ -159,7 +160,7 @@ TOKENS_HELD = 2**16
 
 
 def in_parts(rollouts: Sequence[Rollout], tokens: int = TOKENS_HELD) -> Iterator[Sequence[Rollout]]:
-    """The rollouts in turn, in parts whose prompts and responses have at most so many tokens, or of one rollout."""
+    """The rollouts in turn, in parts whose prompts (the student's) and responses have at most so many tokens, or of one rollout."""
     start, held = 0, 0
     for end, rollout in enumerate(rollouts):
         length = len(rollout.prompt_ids) + len(rollout.response_ids)

@@ -154,7 +154,7 @@ class ResumableTrainer(Trainer):
                 remove_run(run, keep_replies=identity.meaning(wanted) is not False)
             checkpoints.remove_after(run, step)
             remove(run / FINISHED)
-        gather_object([None])  # nothing of the run that is replaced is read
+        gather_object([None])  # from here on, no process can read a file of a run that is replaced
         self.begin_run(step)
         self.remove_callback(self.stop)
         self.add_callback(self.stop)  # the last one: any other may end the run

@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any
 
 from firedistill.tasks.answers.numbers import count_normalized, exact_values, numeric_gold
-from firedistill.tasks.answers.text import ANSWER_MARKER, INVISIBLE, boxed_latex
+from firedistill.tasks.answers.text import ANSWER_MARKER, BLANK, INVISIBLE, boxed_latex
 from firedistill.tasks.choice import ChoiceTask
 from firedistill.tasks.isolated import IsolatedScorer
 from firedistill.tasks.numeric import NumericTask
@@ -27,7 +27,6 @@ MAX_ANSWER_CHARACTERS = 20_000
 _PAIRS = {mark: mark for mark in "*_`\"'"}  # markdown and quotation marks, with those that may close them
 _PAIRS |= {"“": "”", "‘": "’", "„": "“”", "‚": "‘’", "«": "»", "»": "«", "‹": "›", "›": "‹", "「": "」", "『": "』"}
 _NOT_COMPARED = {**dict.fromkeys(INVISIBLE), ord("。"): "."}
-_BLANK = ' *_`"\t\r'
 _MARKS = re.compile(r"([*_`\"])\1*+|[\u201c\u201d]")
 _SUPERSCRIPTS = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u207f]+")
 _BEFORE_JSON = re.compile(r"(?:```(?:json\b|[A-Za-z]+(?=[ \t\r]*\n))?|[\s*_`])*+", re.IGNORECASE)
@@ -256,14 +255,14 @@ def _text(value: Any, subject: str) -> str:
 
 def final_line(response: str) -> str | None:
     """What follows the last `Answer:` on its line; None if nothing does. One at the end of the response, without text, is left out."""
-    *markers, last = [None, *ANSWER_MARKER.finditer(response)]
-    if last is not None and markers[-1] is not None and not response[last.end() :].strip(_BLANK):
-        response, last = response[: last.start()], markers[-1]
-    if last is None:
+    markers, end = list(ANSWER_MARKER.finditer(response)), len(response)
+    while len(markers) > 1 and not response[markers[-1].end() : end].strip(BLANK):
+        end = markers.pop().start()
+    if not markers:
         return None
-    before = response[: last.end()].rpartition("\n")[2]
-    line = unmarked(response[last.end() :].split("\n")[0], before)
-    return line if line.strip(_BLANK) else None
+    start = markers[-1].end()
+    line = unmarked(response[start:end].split("\n")[0], response[response.rfind("\n", 0, start) + 1 : start])
+    return line if line.strip("*") else None
 
 
 def unmarked(text: str, before: str) -> str:

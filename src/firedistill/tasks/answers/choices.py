@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from firedistill.tasks.answers.numbers import stated_values
 from firedistill.tasks.answers.text import (
     ANSWER_MARKER,
+    BLANK,
     MAX_LINE_CHARACTERS,
     Answer,
     after_last,
@@ -45,7 +46,7 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
                 return Answer(label, True)
     for number, line in reversed(list(enumerate(lines))):
         for content in reversed(ANSWER_MARKER.split(line)[1:]):
-            if content.strip(_BLANK):
+            if content.strip(BLANK):
                 named = _named_option(content, labels, options)
                 return Answer(_mentioned_label(lines[number + 1 :], labels) or named, False)
     return Answer(_mentioned_label(lines, labels), False)
@@ -61,14 +62,17 @@ def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequen
 
 
 _MENTION = re.compile(r"(?<!\w)(?:option[\s*_`(\[]{1,8}+(\w{1,8}+)(?!\w)|\(\s{0,3}+(\w{1,8}+)\s{0,3}+\)(?!\w))", re.IGNORECASE)
-_BLANK = ' *_`"\t\r'
 _OPTION = re.compile(
-    r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?(?:option|choice|answer)(?!\w)(?:\s{1,3}+is(?!\w))?+[\s*_`:]{0,8}+",
+    r"[\s*_`]{0,8}+(?:the\s{1,3}+)?(?:correct\s{1,3}+)?(?:option|choice|answer)(?!\w)(?:\s{1,3}+is(?!\w))?+"
+    r"[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`:]{0,8}+)?+",
     re.IGNORECASE,
 )
 _REASONED = re.compile(
-    r"[\s*_`(\[]{0,8}+(\w{1,8}+)(?!\w)[)\]*_`:]{0,4}+\s{1,8}+(?:is|was|as|because|since)(?!\w)", re.IGNORECASE
+    r"[\s*_`(\[]{0,8}+(\w{1,8}+)(?!\w)[)\]*_`:]{0,4}+\s{1,8}+"
+    r"(?:because|since|as(?!\s{1,8}+well)|(?:is|was)\s{1,8}+(?:the\s{1,3}+)?(?:only\s{1,3}+)?(?:correct|right|best|true))(?!\w)",
+    re.IGNORECASE,
 )
+_FITS = re.compile(r"\s{1,3}+(?:is|was|fits|remains|follows)(?!\w)")
 _SECOND_ROMAN = re.compile(r"\(\s?ii\s?\)", re.IGNORECASE)
 _CHOICE_PHRASE = re.compile(
     r"(?<![^\W_])(?:answer|option|choice)[\s*_`]{0,8}+(?:is|:)(?!\w)[\s*_`:]{0,8}+(?:option(?!\w)[\s*_`]{0,8}+)?+",
@@ -96,9 +100,9 @@ def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) 
     if label is None:
         return None
     rest = text[len(label) :]
-    marked = any(set(option).intersection(_CHECK_MARKS) for option in options)
-    remainder = rest.strip(_CLOSERS + ("" if marked else _CHECK_MARKS)).lstrip(_OPENERS)
-    if not remainder.strip("-\u2014 "):
+    remainder = rest.strip(_CLOSERS).lstrip(_OPENERS)
+    decoration = "" if any(option and not option.strip(_CHECK_MARKS) for option in options) else _CHECK_MARKS
+    if not remainder.strip(f"-\u2014 {decoration}"):
         return label
     if text[0].islower() and rest[0] == " " and any(_same_option(text, option) for option in options):
         return None  # "a car", which is another option
@@ -106,24 +110,19 @@ def _leading_label(content: str, labels: Sequence[str], options: Sequence[str]) 
     if own_text is None:
         return label if rest[0] in ")].:" and not _names_a_label(remainder, labels) else None
     undashed = remainder.removeprefix("- ").removeprefix("\u2014").removeprefix("= ")
-    for found in (remainder, undashed):
-        if _comparable(found) == _comparable(clean(to_ascii(own_text))) != "":
-            return label
-        if _same_option(found, own_text):  # by its number, which other options may have: "100% red" and "100% pink"
-            return label if sum(_same_option(found, option) for option in options) == 1 else None
-    return None
+    return label if any(_same_option(found, own_text) for found in (remainder, undashed)) else None
 
 
 def _named_option(content: str, labels: Sequence[str], options: Sequence[str]) -> str | None:
     """The label of a text like `option X`, `the answer is X` or `(X) because ...`; None if others are mentioned as well."""
     start = _OPTION.match(content)
     rest = content[start.end() :] if start else content
-    if not start and not rest.lstrip(_BLANK).startswith("("):
+    if not start and not rest.lstrip(BLANK).startswith("("):
         return None
     reasoned = _REASONED.match(rest)
     label = _leading_label(rest, labels, options) or (_label_named(reasoned[1], labels) if reasoned else None)
     mentioned = {_mention(match, labels) for match in _MENTION.finditer(content)} - {None, label}
-    return None if mentioned else label
+    return None if mentioned or (label == "I" and _SECOND_ROMAN.search(content)) else label
 
 
 def _names_a_label(text: str, labels: Sequence[str]) -> bool:
@@ -135,8 +134,14 @@ def _same_option(found: str, option: str) -> bool:
     option = clean(to_ascii(option))
     if _comparable(found) == _comparable(option):
         return _comparable(found) != ""
-    values = stated_values(found)
-    return values is not None and len(values) == 1 and values == stated_values(option)
+    values, words = stated_values(found), [_initials(text) for text in (found, option)]
+    same_words = words[0] == words[1] or [] in words  # "21.5 kilometers" is "21.5 km", "100% red" is not "100% pink"
+    return same_words and values is not None and len(values) == 1 and values == stated_values(option)
+
+
+def _initials(text: str) -> list[str]:
+    """The first letters of the words, without the sign of a product."""
+    return [word[0].lower() for word in re.findall(r"[^\W\d_]++", text) if word.lower() != "x"]
 
 
 def _comparable(cleaned: str) -> str:
@@ -157,7 +162,7 @@ def _mentioned_label(lines: Sequence[str], labels: Sequence[str]) -> str | None:
             for other, match in mentions[-2:-1]:
                 joined = _ALTERNATIVE.fullmatch(line[match.end() : last.start()][:40])
                 # "(A), (B)", but not "unlike option A, option B fits"
-                if other != label and joined and not (joined[1] and re.search(r"\w", line[last.end() :])):
+                if other != label and joined and not (joined[1] and _FITS.match(line, last.end())):
                     return None
             return label
     return None
@@ -166,7 +171,7 @@ def _mentioned_label(lines: Sequence[str], labels: Sequence[str]) -> str | None:
 def _lone_label(line: str, labels: Sequence[str]) -> str | None:
     if not line or len(line) > MAX_LINE_CHARACTERS:
         return None
-    return _label_named(clean(line).strip(_OPENERS + _CLOSERS), labels)
+    return _label_named(clean(line).strip(_OPENERS + _CLOSERS + _CHECK_MARKS), labels)
 
 
 def _mention(match: re.Match[str], labels: Sequence[str]) -> str | None:

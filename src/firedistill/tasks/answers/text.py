@@ -7,6 +7,7 @@ import unicodedata
 from dataclasses import dataclass
 
 ANSWER_MARKER = re.compile(r"(?<![^\W_])answer[\s*_`]{0,8}+[:\uff1a]", re.IGNORECASE)  # Answer: and **Answer**:
+BLANK = ' *_`"\t\r\n'  # of a line with nothing but marks
 MAX_LINE_CHARACTERS = 2000  # answer lines are shorter; only the end of a longer last line is searched for a number
 
 
