@@ -166,9 +166,7 @@ class StopRequest(TrainerCallback):
     def on_evaluate(self, args, state, control, **kwargs):
         if state.global_step and self._requested():
             control.should_save = control.should_training_stop = self._ending = True
-        elif state.global_step and (
-            control.should_training_stop or control.should_epoch_stop
-        ):  # by a callback that stops early
+        elif state.global_step and (control.should_training_stop or control.should_epoch_stop):  # another callback's
             control.should_save = args.save_strategy != "no"
             control.should_training_stop = self._ending = True
 

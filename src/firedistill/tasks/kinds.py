@@ -261,7 +261,7 @@ def final_line(response: str) -> str | None:
     if not markers:
         return None
     start = markers[-1].end()
-    line = unmarked(response[start:end].split("\n")[0], response[response.rfind("\n", 0, start) + 1 : start])
+    line = unmarked(response[start:end].split("\n")[0], response[:start])
     return line if line.strip("*") else None
 
 

@@ -39,17 +39,17 @@ def choice_answer(response: str, labels: Sequence[str], options: Sequence[str] =
         options: the options' texts in the order of `labels`. Without them, any text may follow a label and its bracket.
     """
     lines = to_ascii(response).split("\n")
-    for line in reversed(lines):
+    stated: str | None = None  # the text after the last `Answer:` that has any
+    after = lines
+    for number, line in reversed(list(enumerate(lines))):
         for content in reversed(ANSWER_MARKER.split(line)[1:]):
             label = _leading_label(content, labels, options)
             if label is not None:
                 return Answer(label, True)
-    for number, line in reversed(list(enumerate(lines))):
-        for content in reversed(ANSWER_MARKER.split(line)[1:]):
-            if content.strip(BLANK):
-                named = _named_option(content, labels, options)
-                return Answer(_mentioned_label(lines[number + 1 :], labels) or named, False)
-    return Answer(_mentioned_label(lines, labels), False)
+            if stated is None and content.strip(BLANK):
+                stated, after = content, lines[number + 1 :]
+    mentioned = _mentioned_label(after, labels)
+    return Answer(mentioned or (stated and _named_option(stated, labels, options)), False)
 
 
 def lenient_choice_correct(response: str, labels: Sequence[str], options: Sequence[str], gold: str) -> bool:
